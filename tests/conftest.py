@@ -37,6 +37,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        # kernel tests that take `device` run in the interpreter without a GPU, and are GPU tests where there is one
+        if HAS_CUDA and "device" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.gpu)
     if config.getoption("--gpu"):
         config.hook.pytest_deselected(items=[item for item in items if "gpu" not in item.keywords])
         items[:] = [item for item in items if "gpu" in item.keywords]
@@ -45,6 +49,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
+
+
+@pytest.fixture
+def device() -> str:
+    """Where kernels run: CUDA, or the CPU under Triton's interpreter."""
+    return "cuda" if HAS_CUDA else "cpu"
 
 
 @pytest.fixture(scope="session")

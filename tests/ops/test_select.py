@@ -1,0 +1,46 @@
+"""Radix select against a stable sort."""
+
+import pytest
+import torch
+
+from plaid_tilemaxsim.ops import select_kernel as sk
+
+
+def run(scores, n, m, device):
+    cap = len(scores)
+    pids = torch.arange(cap, dtype=torch.int32) * 3
+    out_pids = torch.full((max(m, 1),), -7, dtype=torch.int32, device=device)
+    out_scores = torch.full((max(m, 1),), -99.0, device=device)
+    out_count = torch.full((1,), -1, dtype=torch.int32, device=device)
+    work = sk.select_workspace(torch.device(device)).fill_(77)  # what an earlier query left there
+    count = torch.tensor([n], dtype=torch.int32, device=device)
+    sk.select_top(scores.to(device), pids.to(device), count, m, out_pids, out_scores, out_count, work)
+    return pids, out_pids.cpu(), out_scores.cpu(), int(out_count)
+
+
+@pytest.mark.parametrize("n, m", [(0, 4), (1, 4), (5, 5), (100, 7), (5000, 33), (9000, 4096), (4097, 4096), (300, 500)])
+@pytest.mark.parametrize("programs", [1, 5])
+def test_select_is_a_stable_top_in_input_order(n, m, programs, monkeypatch, device):
+    monkeypatch.setattr(sk, "PROGRAMS", programs)
+    scores = torch.full((10000,), float("nan"))  # behind n nothing may be read
+    scores[:n] = (torch.randn(n, generator=torch.Generator().manual_seed(n)) * 5).round() / 4  # many ties
+    if n > 10:
+        scores[3], scores[4], scores[5] = -float("inf"), -0.0, 0.0
+    pids, got, got_scores, taken = run(scores, n, m, device)
+    best = torch.sort(scores[:n] + 0.0, descending=True, stable=True).indices[:m].sort().values
+    assert taken == min(m, n)
+    assert torch.equal(got[:taken], pids[best])
+    assert torch.equal(got_scores[:taken], scores[best])
+    assert (got[taken:] == -7).all()
+
+
+def test_all_scores_equal_keeps_the_first_pids(device):
+    pids, got, _, taken = run(torch.full((5000,), -1.5), 5000, 10, device)
+    assert taken == 10 and torch.equal(got, pids[:10])
+
+
+def test_passages_at_minus_infinity_rank_last_by_pid(device):
+    scores = torch.full((64,), -float("inf"))
+    scores[50] = -3.0
+    pids, got, _, taken = run(scores, 64, 3, device)
+    assert taken == 3 and got.tolist() == pids[[0, 1, 50]].tolist()

@@ -1,15 +1,17 @@
 """The oracle: MaxSim over a PLAID index in plain torch, from raw ragged inputs.
 
-Formula (Khattab & Zaharia 2020; Santhanam et al. 2022, "PLAID"), for a query ``Q`` and the tokens ``t`` of a passage:
+For a query ``Q`` and the tokens ``t`` of a passage (Khattab and Zaharia 2020; PLAID: Santhanam et al. 2022):
 
     score = sum_i max_t <q_i, e_t>,     e_t = normalize(centroid[code_t] + bucket_weights[index(residual_t)])
 
-The kernels are judged against these functions, so nothing here is shared with them: no padding, no inverse norms, no
-centroid scores, no packed tables. ``dtype`` is the arithmetic (float64 in tests). A passage without (kept) tokens scores
--inf; maxima are not clamped at zero. Every function accepts CPU or CUDA tensors that live on one device.
+The kernels are judged against these functions, so nothing here is shared with them: no padding, no inverse
+norms, no packed tables. ``dtype`` is the arithmetic (float64 in tests). A passage without (kept) tokens
+scores -inf; maxima are not clamped at zero. All tensors of a call live on one device, which may be any.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from torch import Tensor
@@ -21,8 +23,8 @@ _CHUNK_TOKENS = 1 << 16
 def decode_residuals(residuals: Tensor, nbits: int, bucket_weights: Tensor, dtype: torch.dtype) -> Tensor:
     """uint8 ``[T, DIM * nbits / 8]`` -> bucket weights ``[T, DIM]`` in ``dtype``.
 
-    The stream holds each dimension's bucket index least significant bit first, packed into bytes most significant bit
-    first (colbert-ai 0.2.22, ``indexing/codecs/residual.py``).
+    The stream holds each dimension's bucket index least significant bit first, packed into bytes most
+    significant bit first (colbert-ai 0.2.22, ``indexing/codecs/residual.py``).
     """
     T = residuals.size(0)
     msb_first = torch.arange(7, -1, -1, device=residuals.device, dtype=torch.uint8)
@@ -57,7 +59,7 @@ def _chunks(lengths: Tensor) -> list[slice]:
     """Consecutive runs of passages that hold about ``_CHUNK_TOKENS`` tokens (at least one passage each)."""
     run = (lengths.cumsum(0) // _CHUNK_TOKENS).unique_consecutive(return_counts=True)[1].tolist()
     ends = torch.tensor([0, *run]).cumsum(0).tolist()
-    return [slice(a, b) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    return [slice(a, b) for a, b in itertools.pairwise(ends)]
 
 
 def _rows(first: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,7 +70,7 @@ def _rows(first: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sum_of_maxima(similarities: Tensor, owner: Tensor, n: int) -> Tensor:
-    """``[T, LQ]`` similarities, the passage of each row -> sum over LQ of the maxima over a passage's rows, ``[n]``."""
+    """Similarities ``[T, LQ]``, the passage of each row -> maxima per passage, summed over LQ, ``[n]``."""
     maxima = similarities.new_full((n, similarities.size(1)), float("-inf"))
     return maxima.scatter_reduce_(0, owner[:, None].expand_as(similarities), similarities, "amax").sum(1)
 
@@ -76,9 +78,9 @@ def _sum_of_maxima(similarities: Tensor, owner: Tensor, n: int) -> Tensor:
 def maxsim(
     Q: Tensor, D: Tensor, offsets: Tensor, pids: Tensor | None = None, dtype: torch.dtype = torch.float64
 ) -> Tensor:
-    """MaxSim of ``Q [LQ, DIM]`` with each passage of packed embeddings ``D [T, DIM]``; scores ``[n]`` in ``dtype``.
+    """MaxSim of ``Q [LQ, DIM]`` with passages of packed ``D [T, DIM]``; scores ``[n]`` in ``dtype``.
 
-    ``offsets`` int64 ``[N + 1]`` are token offsets, ``pids`` ``[n]`` the passages to score (None: all, in order).
+    ``offsets`` int64 ``[N + 1]`` are token offsets, ``pids`` ``[n]`` the passages to score (None: all).
     """
     first, lengths = _passages(offsets, pids)
     rows, owner = _rows(first, lengths)
@@ -96,7 +98,7 @@ def residual_maxsim(
     pids: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """MaxSim over compressed passages: decompress every token, then :func:`maxsim`; scores ``[n]`` in ``dtype``."""
+    """MaxSim over compressed passages: :func:`maxsim` of :func:`decompress`; scores ``[n]`` in ``dtype``."""
     first, lengths = _passages(offsets, pids)
     scores = Q.new_empty(lengths.numel(), dtype=dtype)
     for chunk in _chunks(lengths):
@@ -115,7 +117,7 @@ def centroid_maxsim(
     threshold: float | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Approximate MaxSim, each token replaced by its (not normalised) centroid; scores ``[n]`` in ``dtype``.
+    """Approximate MaxSim: each token replaced by its centroid, as stored; scores ``[n]`` in ``dtype``.
 
     With ``threshold`` only tokens whose centroid reaches ``max_i <q_i, centroid> >= threshold`` take part.
     """

@@ -1,0 +1,348 @@
+"""The operations' one boundary: check every argument, choose the implementation.
+
+``impl`` is one of
+    "triton"     the GPU kernels (on CPU tensors only under TRITON_INTERPRET=1, which is for tests)
+    "torch"      :mod:`.cpu`, for CPU tensors
+    "reference"  :mod:`.eager`, the kernels' formulas in readable torch, on any device
+    "auto"       "triton" for CUDA tensors, "torch" for CPU tensors
+
+Common rules. Scores are fp32, a sum over query tokens of maxima over a passage's tokens, not clamped at
+zero; a passage without tokens, or without tokens that pass the threshold, scores -inf. ``pids`` (int32 or
+int64 ``[n]``) are passage numbers below N; they are not range-checked here, since that would wait for the
+device. ``count`` (int32 ``[1]`` on the device) makes only the first ``count`` pids be scored and leaves the
+rest of ``out`` as it was. Nothing here waits for the device, except where a docstring says so. Sizes that
+change with the query are run-time arguments of the kernels. Errors are ValueError: name, expected, got.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+IMPLS = ("auto", "triton", "torch", "reference")
+PRECISIONS = ("ieee", "tf32x3", "tf32")
+MAX_LQ = 1024
+MAX_DIM = 1024
+
+
+@dataclass(frozen=True)
+class CentroidScores:
+    """Scores of every centroid with every token of one query, as the MaxSim operations read them.
+
+    table      int16 ``[C, LQP]``: ``round(score / scale)``, LQP = LQ padded to a power of two >= 16 (padding
+               columns hold unspecified values); on CPU (and from impl="reference") fp32 ``[C, LQ]``
+    scale      fp32 ``[1]`` on the device: score = table * scale (1 for fp32 tables)
+    LQ         number of query tokens
+    keep       uint8 ``[C]``: 1 where the largest fp32 score over the LQ tokens is >= threshold; None
+    without one keep_bits  int32 ``[ceil(C / 32)]``: the same as bit c % 32 of word c // 32; None on CPU
+    cells      int64 ``[nblocks, NCELLS, LQP]`` when asked for: for every block of centroids and query token
+    the
+               NCELLS (>= ncells) largest keys in descending order, key = ordered(score) << 32 | 0x7fffffff
+               - c with ``ordered`` the order-preserving int32 image of the fp32 score; fillers are the
+               smallest int64. The ncells largest keys over all blocks are the ncells best centroids, ties
+               to the lower id
+    """
+
+    table: Tensor
+    scale: Tensor
+    LQ: int
+    keep: Tensor | None = None
+    keep_bits: Tensor | None = None
+    cells: Tensor | None = None
+
+
+def padded_query_length(LQ: int) -> int:
+    """Columns of a table for LQ query tokens: the next power of two, at least 16."""
+    return max(16, 1 << (LQ - 1).bit_length())
+
+
+def centroid_scores(
+    Q: Tensor,
+    centroids: Tensor,
+    threshold: float | None = None,
+    *,
+    cmax: float | None = None,
+    ncells: int | None = None,
+    impl: str = "auto",
+) -> CentroidScores:
+    """Scores of ``centroids [C, DIM]`` (fp16; fp32 on CPU) with ``Q [LQ, DIM]`` fp32, LQ and DIM <= 1024.
+
+    The kernel splits Q in two fp16 parts and accumulates in fp32, so |score - exact| <= 2e-6 * |q| * |c|;
+    the table then rounds to half a step of ``scale = max_i |q_i| * cmax / 32767`` (1.5e-5 for unit
+    vectors), while ``keep`` and ``cells`` use the unrounded fp32 scores. Finite values with |q| < 65504 are
+    required. ``cmax``: largest centroid norm; None computes it, which waits for the device. ``threshold``:
+    also fill ``keep``. ``ncells`` (1..128): also fill ``cells`` (kernel only; elsewhere ``cells`` stays
+    None).
+    """
+    _check("Q", Q, (None, None), (torch.float32,))
+    _check("centroids", centroids, (None, Q.size(1)), (torch.float16, torch.float32), Q.device)
+    _query_limits(Q)
+    _require("centroids", centroids.size(0) < 2**31, "fewer than 2**31 rows", centroids.size(0))
+    _require("ncells", ncells is None or 1 <= ncells <= 128, "None or 1..128", ncells)
+    _require("threshold", threshold is None or math.isfinite(threshold), "None or finite", threshold)
+    _require("cmax", cmax is None or 0 <= cmax < math.inf, "None or finite, >= 0", cmax)
+    chosen = _choose(impl, Q)
+    if chosen == "torch":
+        from . import cpu
+
+        return cpu.centroid_scores(Q, centroids, threshold)
+    if chosen == "reference":
+        from . import eager
+
+        return eager.centroid_scores(Q, centroids, threshold)
+    _require("centroids.dtype", centroids.dtype == torch.float16, "torch.float16", centroids.dtype)
+    _require("DIM", Q.size(1) % 8 == 0, "a multiple of 8", Q.size(1))
+    from . import centroid_scores_kernel
+
+    return centroid_scores_kernel.centroid_scores(Q, centroids, threshold, cmax, ncells)
+
+
+def centroid_maxsim(
+    cs: CentroidScores,
+    codes: Tensor,
+    offsets: Tensor,
+    pids: Tensor | None = None,
+    use_keep: bool = False,
+    out: Tensor | None = None,
+    count: Tensor | None = None,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """Approximate MaxSim of passages from the centroid scores of their tokens; fp32 ``[n]``.
+
+    ``codes`` int32 ``[T]``, ``offsets`` int64 ``[N + 1]`` token offsets, ``pids`` the passages (None: all N).
+    ``use_keep`` leaves out tokens whose centroid is below the threshold of ``cs``. The kernel adds
+    integers, so the result depends on the table alone, whatever the order (error: LQ half steps of
+    ``cs.scale``).
+    """
+    device = cs.table.device
+    _check("codes", codes, (None,), (torch.int32,), device)
+    _require("use_keep", not use_keep or cs.keep is not None, "centroid scores made with a threshold", "none")
+    pids, out = _selection(offsets, pids, out, count, device)
+    chosen = _choose(impl, cs.table)
+    if chosen == "triton":
+        _int16_table(cs)
+        from . import centroid_kernel
+
+        centroid_kernel.centroid_maxsim(cs, codes, offsets, pids, use_keep, out, count)
+        return out
+    n = _host_count(out, count)
+    selected = None if pids is None else pids[:n]
+    if chosen == "torch":
+        from . import cpu
+
+        out[:n] = cpu.centroid_maxsim(cs, codes, offsets, selected, use_keep)[:n]
+    else:
+        from . import eager
+
+        out[:n] = eager.centroid_maxsim(cs, codes, offsets, selected, use_keep)[:n]
+    return out
+
+
+def residual_maxsim(
+    Q: Tensor,
+    cs: CentroidScores,
+    codes: Tensor,
+    residuals: Tensor,
+    inv_norms: Tensor,
+    inv_norm_lo: float,
+    inv_norm_step: float,
+    bucket_weights: Tensor,
+    nbits: int,
+    offsets: Tensor,
+    pids: Tensor | None = None,
+    out: Tensor | None = None,
+    count: Tensor | None = None,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """Exact MaxSim of compressed passages; fp32 ``[n]``. Similarity of a query token and a token of a
+    passage:
+
+        (centroid_score[code] + <q, bucket_weights[residual]>) * inv_norm
+
+    ``Q`` fp32 ``[LQ, DIM]`` made ``cs``; ``codes`` int32 ``[T]``; ``residuals`` uint8 ``[T, DIM * nbits /
+    8]`` in ColBERT's bit order (for CUDA also pinned host memory); ``inv_norms`` uint16 or fp32 ``[T]``,
+    whose value is ``inv_norm_lo + inv_norm_step * inv_norms``; ``bucket_weights`` fp32 ``[2**nbits]``;
+    nbits 1, 2, 4 or 8; ``offsets`` int64 ``[N + 1]`` token offsets; ``pids`` the passages (None: all N).
+    Kernel error for unit query tokens and weights w: half a step of ``cs.scale`` plus the fp16 rounding of
+    q and w (2**-12 * |w| each), times LQ; at LQ = 32 and |w| of 0.6 (128 dimensions of 0.05) at most 2e-3,
+    typically 1e-4.
+    """
+    device = Q.device
+    _check("Q", Q, (cs.LQ, None), (torch.float32,))
+    _query_limits(Q)
+    _require("cs.table.device", cs.table.device == device, device, cs.table.device)
+    _require("nbits", nbits in (1, 2, 4, 8), "1, 2, 4 or 8", nbits)
+    DIM = Q.size(1)
+    _require("DIM", DIM % (8 // nbits) == 0, f"a multiple of {8 // nbits} at {nbits} bits", DIM)
+    _check("codes", codes, (None,), (torch.int32,), device)
+    on_host = device.type == "cuda" and residuals.device.type == "cpu"
+    _require("residuals", not on_host or residuals.is_pinned(), f"{device} or pinned memory", "pageable memory")
+    home = residuals.device if on_host else device
+    _check("residuals", residuals, (codes.size(0), DIM * nbits // 8), (torch.uint8,), home)
+    _check("inv_norms", inv_norms, (codes.size(0),), (torch.uint16, torch.float32), device)
+    _check("bucket_weights", bucket_weights, (2**nbits,), (torch.float32,), device)
+    pids, out = _selection(offsets, pids, out, count, device)
+    chosen = _choose(impl, Q)
+    inverse_norms = (inv_norms, inv_norm_lo, inv_norm_step)
+    if chosen == "triton":
+        _int16_table(cs)
+        from . import tuning
+
+        launch = tuning.residual_launcher(device, nbits, DIM, cs.LQ)
+        launch(Q, cs, codes, residuals, *inverse_norms, bucket_weights, nbits, offsets, pids, out, count)
+        return out
+    n = _host_count(out, count)
+    selected = None if pids is None else pids[:n]
+    if chosen == "torch":
+        from . import cpu
+
+        scores = cpu.residual_maxsim(
+            Q, cs, codes, residuals, *inverse_norms, bucket_weights, nbits, offsets, selected
+        )
+    else:
+        from . import eager
+
+        scores = eager.residual_maxsim(
+            Q, cs, codes, residuals, *inverse_norms, bucket_weights, nbits, offsets, selected
+        )
+    out[:n] = scores[:n]
+    return out
+
+
+def dense_maxsim(
+    Q: Tensor,
+    D: Tensor,
+    *,
+    lengths: Tensor | None = None,
+    offsets: Tensor | None = None,
+    pids: Tensor | None = None,
+    out: Tensor | None = None,
+    count: Tensor | None = None,
+    precision: str = "ieee",
+    impl: str = "auto",
+) -> Tensor:
+    """MaxSim with uncompressed embeddings; fp32 ``[n]``, or ``[NQ, n]`` for ``Q [NQ, LQ, DIM]``.
+
+    ``D`` is padded ``[B, ND, DIM]`` with ``lengths`` int32 or int64 ``[B]`` in 0..ND (None: all ND), or
+    packed ``[T, DIM]`` with ``offsets`` int64 ``[N + 1]`` and optionally ``pids``. Q and D share one dtype:
+    fp16, bf16 or fp32; products accumulate in fp32. ``precision`` (fp32 on the GPU): "ieee" full fp32,
+    "tf32x3" three TF32 products (about 1e-6), "tf32" one (about 1e-3).
+    """
+    device = D.device
+    _require("Q", Q.dim() in (2, 3), "[LQ, DIM] or [NQ, LQ, DIM]", list(Q.shape))
+    _check("Q", Q, (None,) * Q.dim(), (torch.float16, torch.bfloat16, torch.float32), device)
+    _require("precision", precision in PRECISIONS, PRECISIONS, precision)
+    Q3 = Q if Q.dim() == 3 else Q.unsqueeze(0)
+    _query_limits(Q3[0])
+    _require("NQ", Q3.size(0) >= 1, "at least 1", Q3.size(0))
+    if offsets is None:
+        _check("D (without offsets: padded)", D, (None, None, Q.size(-1)), (Q.dtype,))
+        _require("pids", pids is None, "None for padded D", "pids")
+        B = D.size(0)
+        if lengths is not None:
+            _check("lengths", lengths, (B,), (torch.int32, torch.int64), device)
+        n = B
+    else:
+        _check("D (with offsets: packed)", D, (None, Q.size(-1)), (Q.dtype,))
+        _require("lengths", lengths is None, "None for packed D", "lengths")
+        _check("offsets", offsets, (None,), (torch.int64,), device)
+        if pids is not None:
+            _check("pids", pids, (None,), (torch.int32, torch.int64), device)
+        n = offsets.size(0) - 1 if pids is None else pids.size(0)
+    if out is None:
+        out = torch.empty(Q3.size(0), n, dtype=torch.float32, device=device)
+    else:
+        _check("out", out, (n,) if Q.dim() == 2 else (Q3.size(0), n), (torch.float32,), device)
+        out = out.view(Q3.size(0), n)
+    _check_count(count, device)
+    chosen = _choose(impl, D)
+    if chosen == "triton":
+        _require("DIM", Q.size(-1) % 8 == 0, "a multiple of 8", Q.size(-1))
+        from . import dense_kernel
+
+        dense_kernel.dense_maxsim(Q3, D, lengths, offsets, pids, out, count, precision)
+    else:
+        from . import eager
+
+        m = n if count is None else min(n, int(count))
+        out[:, :m] = eager.dense_maxsim(Q3, D, lengths, offsets, pids)[:, :m]
+    return out.view(n) if Q.dim() == 2 else out
+
+
+def _choose(impl: str, tensor: Tensor) -> str:
+    _require("impl", impl in IMPLS, IMPLS, impl)
+    on_cuda = tensor.device.type == "cuda"
+    if impl == "auto":
+        return "triton" if on_cuda else "torch"
+    if impl == "torch":
+        _require('device for impl="torch"', not on_cuda, "cpu", tensor.device)
+    if impl == "triton" and not on_cuda:
+        from . import tuning
+
+        expected = "cuda (cpu only under TRITON_INTERPRET=1)"
+        _require('device for impl="triton"', tuning.interpreted(), expected, tensor.device)
+    return impl
+
+
+def _require(name: str, condition: bool, expected: object, got: object) -> None:
+    if not condition:
+        raise ValueError(f"{name}: expected {expected}, got {got}")
+
+
+def _check(
+    name: str,
+    tensor: Tensor,
+    shape: Sequence[int | None],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device | None = None,
+) -> None:
+    """Shape (None = any size), dtype, device and contiguity of one tensor."""
+    expected = "[" + ", ".join("*" if size is None else str(size) for size in shape) + "]"
+    matches = tensor.dim() == len(shape) and all(
+        size is None or size == actual for size, actual in zip(shape, tensor.shape, strict=True)
+    )
+    _require(f"{name}.shape", matches, expected, list(tensor.shape))
+    _require(f"{name}.dtype", tensor.dtype in dtypes, " or ".join(map(str, dtypes)), tensor.dtype)
+    _require(f"{name}.device", device is None or tensor.device == device, device, tensor.device)
+    _require(name, tensor.is_contiguous(), "contiguous", f"strides {tensor.stride()}")
+
+
+def _query_limits(Q: Tensor) -> None:
+    _require("LQ", 1 <= Q.size(0) <= MAX_LQ, f"1..{MAX_LQ} query tokens", Q.size(0))
+    _require("DIM", 1 <= Q.size(1) <= MAX_DIM, f"1..{MAX_DIM}", Q.size(1))
+
+
+def _int16_table(cs: CentroidScores) -> None:
+    _check("cs.table", cs.table, (None, padded_query_length(cs.LQ)), (torch.int16,))
+
+
+def _check_count(count: Tensor | None, device: torch.device) -> None:
+    if count is not None:
+        _check("count", count, (1,), (torch.int32,), device)
+
+
+def _selection(
+    offsets: Tensor, pids: Tensor | None, out: Tensor | None, count: Tensor | None, device: torch.device
+) -> tuple[Tensor | None, Tensor]:
+    """Checks what every pid-list operation takes; returns pids and the output, allocated if need be."""
+    _check("offsets", offsets, (None,), (torch.int64,), device)
+    _require("offsets", offsets.size(0) >= 1, "[N + 1]", "[0]")
+    if pids is not None:
+        _check("pids", pids, (None,), (torch.int32, torch.int64), device)
+    _check_count(count, device)
+    n = offsets.size(0) - 1 if pids is None else pids.size(0)
+    if out is None:
+        return pids, torch.empty(n, dtype=torch.float32, device=device)
+    _check("out", out, (n,), (torch.float32,), device)
+    return pids, out
+
+
+def _host_count(out: Tensor, count: Tensor | None) -> int:
+    """How many to score, on the host: for CPU tensors free, for impl="reference" on CUDA it waits."""
+    return out.size(0) if count is None else min(out.size(0), int(count))

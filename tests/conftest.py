@@ -25,7 +25,9 @@ DATA_VARIABLE = "PLAID_TILEMAXSIM_DATA"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow (the full matrices)")
-    parser.addoption("--gpu", action="store_true", help="run only the tests marked gpu; an error without CUDA")
+    parser.addoption(
+        "--gpu", action="store_true", help="run only the tests marked gpu; an error without CUDA"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        # kernel tests that take `device` run in the interpreter without a GPU, and are GPU tests where there is one
+        # tests that take `device` run in the interpreter without a GPU, and are GPU tests where there is one
         if HAS_CUDA and "device" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.gpu)
     if config.getoption("--gpu"):
@@ -61,8 +63,8 @@ def device() -> str:
 def dataset_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Name of a collection -> its BEIR folder (corpus.jsonl, queries.jsonl, qrels/), or skips the test.
 
-    The environment variable PLAID_TILEMAXSIM_DATA names a folder of <name>.tar.gz archives or unpacked <name>/
-    folders. Archives are unpacked once per session.
+    The environment variable PLAID_TILEMAXSIM_DATA names a folder of <name>.tar.gz archives or unpacked
+    <name>/ folders. Archives are unpacked once per session.
     """
     unpacked: dict[str, Path] = {}
 

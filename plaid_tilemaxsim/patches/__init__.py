@@ -1,1 +1,11 @@
-"""Patch files that put the scorer flag into colbert-ai itself, and the code that applies them."""
+"""The scorer flag inside colbert-ai itself: patch files, and what applies, reverts and checks them.
+
+    python -m plaid_tilemaxsim.patches apply|revert|status [--target PATH]
+
+The patch files lie in the top-level folder ``patches/`` of the source tree, and in ``data/`` beside this file
+once installed.
+"""
+
+from plaid_tilemaxsim.patches.series import Change, Series, apply, find_target, load_series, revert, status
+
+__all__ = ["Change", "Series", "apply", "find_target", "load_series", "revert", "status"]

@@ -1,7 +1,8 @@
 """A series of patches against one version of colbert-ai, and its application to a folder.
 
 Where a file stands is told by its content alone: the ids in the diffs chain its states, pristine to fully
-patched. So an interrupted ``apply`` or ``revert`` is run again, and a file in none of the known states is never touched.
+patched. So an interrupted ``apply`` or ``revert`` is run again, and a file in none of the known states is never
+touched.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def status(root: Path, series: Series) -> list[Change]:
 
 
 def patch_states(root: Path, series: Series) -> dict[str, str]:
-    """Name of a patch -> "applied", "not applied", "file modified", or "partly applied" if its files differ."""
+    """Name of a patch -> "applied", "not applied", "file modified", or "partly applied" (files differ)."""
     done = {change.path: change.done for change in status(root, series)}
     position = dict.fromkeys(done, 0)
     states = {}

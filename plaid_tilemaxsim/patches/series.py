@@ -1,8 +1,8 @@
 """A series of patches against one version of colbert-ai, and its application to a folder.
 
 Where a file stands is told by its content alone: the ids in the diffs chain its states, pristine to fully
-patched. So an interrupted ``apply`` or ``revert`` is run again, and a file in none of the known states is never
-touched.
+patched. So an interrupted ``apply`` or ``revert`` is run again, and a file in none of the known states is
+never touched.
 """
 
 from __future__ import annotations

@@ -1,0 +1,312 @@
+"""Searches as CUDA graphs: one replay a query, one copy and one wait at its end.
+
+A graph is recorded once for every (query length, parameters, kind of input) and replayed from static buffers; a
+recording holds ``lanes`` independent copies of the funnel on parallel branches, so one launch serves that many
+queries of a batch with the same kernels, hence the same bits, as one query alone. Without CUDA (Triton's interpreter)
+the same code runs the funnel directly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from plaid_tilemaxsim.funnel import STAGES, Pids, Ranking, SearchParams, run_funnel
+from plaid_tilemaxsim.stages_triton import TritonStages
+
+if TYPE_CHECKING:
+    from plaid_tilemaxsim.index.resident import ResidentIndex
+
+BATCH_LANES = 8
+MAX_GRAPHS = 64
+
+
+class _Stop(Exception):
+    """Ends a funnel after the stage that ``profile`` asked for."""
+
+
+@dataclass
+class _Recording:
+    """Static inputs, outputs and the graph between them (None without CUDA: ``run`` does the work again)."""
+
+    Q: Tensor  # fp32 [lanes, LQ, DIM]
+    pids: Tensor | None  # int32 [cap]
+    count: Tensor | None  # int32 [1]
+    allow: Tensor | None  # int32 [ceil(N / 32)]
+    run: Callable[[], Any]
+    graph: torch.cuda.CUDAGraph | None
+    output: Any
+    pinned: Tensor | None  # host copy of a packed output
+
+    def replay(self) -> Any:
+        if self.graph is None:
+            self.output = self.run()
+        else:
+            self.graph.replay()
+        return self.output
+
+
+class DeviceSearch:
+    """Replays recorded searches over one resident index. One search at a time: callers wait on a lock."""
+
+    def __init__(self, index: ResidentIndex) -> None:
+        self.index = index
+        self.device = index.device
+        self._lock = threading.RLock()
+        self._cmax = float(index.centroids.float().norm(dim=1).max()) if index.num_centroids else 0.0
+        self._lanes = [TritonStages(index, self._cmax)]
+        self._recordings: OrderedDict[tuple[Any, ...], _Recording] = OrderedDict()
+        self._on_gpu = self.device.type == "cuda"
+        self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
+        self._stream = torch.cuda.Stream(self.device) if self._on_gpu else None
+        self._done: torch.cuda.Event | None = None
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The engine's buffers, for one caller: after the work of the caller before, on whatever stream that ran."""
+        with self._lock:
+            if not self._on_gpu:
+                yield
+                return
+            with torch.cuda.device(self.device):
+                if self._done is not None:
+                    torch.cuda.current_stream().wait_event(self._done)
+                yield
+                self._done = torch.cuda.current_stream().record_event()
+
+    @property
+    def stages(self) -> TritonStages:
+        return self._lanes[0]
+
+    def search(self, Q: Tensor, params: SearchParams, allow: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """One query Q [LQ, DIM] (any device) through the whole funnel: pids, scores on the CPU."""
+        with self._turn():
+            rec = self._recording("search", len(Q), params, allow=allow is not None)
+            return self._answer(rec, Q[None], allow=allow)[0]
+
+    def search_batch(self, Q: Tensor, params: SearchParams) -> list[tuple[Tensor, Tensor]]:
+        """Q [B, LQ, DIM]: ``BATCH_LANES`` queries a launch, one wait for all of them."""
+        with self._turn():
+            lanes = min(BATCH_LANES, len(Q)) or 1
+            rec = self._recording("search", Q.size(1), params, lanes=lanes)
+            return self._answer(rec, Q)
+
+    def search_given(self, Q: Tensor, pids: Tensor, params: SearchParams) -> tuple[Tensor, Tensor]:
+        """Exact scores of ``pids`` (int32, ascending, on the device) alone, best k."""
+        with self._turn():
+            rec = self._recording("given", len(Q), params, cap=_capacity(pids))
+            return self._answer(rec, Q[None], pids=pids)[0]
+
+    def search_candidates(self, Q: Tensor, pids: Tensor, params: SearchParams) -> tuple[Tensor, Tensor]:
+        """The funnel from pruning on, for candidates chosen by the caller (int32, ascending, on the device)."""
+        with self._turn():
+            rec = self._recording("candidates", len(Q), params, cap=_capacity(pids))
+            return self._answer(rec, Q[None], pids=pids)[0]
+
+    def score(self, Q: Tensor, pids: Tensor) -> Tensor:
+        """fp32 [n] on the device: exact scores in the order of ``pids`` (int32 on the device)."""
+        with self._turn():
+            rec = self._recording("score", len(Q), SearchParams(), cap=_capacity(pids))
+            self._load(rec, Q[None], pids=pids)
+            return rec.replay()[: pids.numel()].clone()
+
+    def candidates(self, Q: Tensor, params: SearchParams, allow: Tensor | None) -> Tensor:
+        """int32 [n] on the device, ascending; waits for the device to learn n."""
+        with self._turn():
+            short = SearchParams(ncells=params.ncells, query_maxlen=params.query_maxlen)
+            rec = self._recording("generate", len(Q), short, allow=allow is not None)
+            self._load(rec, Q[None], allow=allow)
+            found = rec.replay()
+            return found.pids[: int(found.count)].clone()
+
+    def profile(self, Q: Tensor, params: SearchParams, repeats: int = 20) -> dict[str, float]:
+        """Milliseconds of device time in every stage: differences between graphs that end one stage later."""
+        with self._turn():
+            spent: dict[str, float] = {}
+            before = 0.0
+            for name in STAGES:
+                rec = self._recording("until", len(Q), params, until=name)
+                if rec.graph is None:
+                    raise ValueError("profile: expected an index on a CUDA device, got one on the CPU")
+                self._load(rec, Q[None])
+                times = []
+                for _ in range(repeats):
+                    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    start.record()
+                    rec.replay()
+                    end.record()
+                    end.synchronize()
+                    times.append(start.elapsed_time(end))
+                now = sorted(times)[len(times) // 2]
+                spent[name] = max(now - before, 0.0)
+                before = max(now, before)
+            return spent
+
+    def close(self) -> None:
+        with self._turn():
+            self._recordings.clear()
+            self._lanes.clear()
+            self.__dict__.pop("index", None)
+
+    def _answer(
+        self, rec: _Recording, Q: Tensor, pids: Tensor | None = None, allow: Tensor | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Replays as often as Q [B, LQ, DIM] has lanes' worth of queries; waits once."""
+        lanes = rec.Q.size(0)
+        rounds = []
+        for first in range(0, len(Q), lanes):
+            self._load(rec, Q[first : first + lanes], pids=pids, allow=allow)
+            packed = rec.replay()  # int32 [lanes, 1 + 2 k]
+            if rec.pinned is None:
+                rounds.append(packed.clone())
+            else:
+                host = rec.pinned if len(Q) <= lanes else torch.empty_like(rec.pinned, pin_memory=True)
+                host.copy_(packed, non_blocking=True)
+                rounds.append(host)
+        if self._on_gpu:
+            torch.cuda.current_stream(self.device).synchronize()
+        rows = torch.cat(rounds)[: len(Q)] if len(rounds) > 1 else rounds[0][: len(Q)]
+        k = (rows.size(1) - 1) // 2
+        answers = []
+        for row in rows:
+            n = int(row[0])
+            answers.append((row[1 : 1 + n].clone(), row[1 + k : 1 + k + n].view(torch.float32).clone()))
+        return answers
+
+    def _load(
+        self, rec: _Recording, Q: Tensor, pids: Tensor | None = None, allow: Tensor | None = None
+    ) -> None:
+        rec.Q[: len(Q)].copy_(Q, non_blocking=True)
+        if rec.pids is not None:
+            assert pids is not None
+            assert rec.count is not None
+            rec.pids[: pids.numel()].copy_(pids)
+            rec.count.fill_(pids.numel())
+        if rec.allow is not None:
+            assert allow is not None
+            rec.allow.copy_(_bitmap(allow))
+
+    def _recording(
+        self,
+        kind: str,
+        lq: int,
+        params: SearchParams,
+        *,
+        lanes: int = 1,
+        cap: int | None = None,
+        allow: bool = False,
+        until: str | None = None,
+    ) -> _Recording:
+        key = (kind, lq, params, lanes, cap, allow, until)
+        rec = self._recordings.get(key)
+        if rec is not None:
+            self._recordings.move_to_end(key)
+            return rec
+        while len(self._lanes) < lanes:
+            self._lanes.append(TritonStages(self.index, self._cmax))
+        rec = self._record(kind, lq, params, lanes, cap, allow, until)
+        self._recordings[key] = rec
+        while len(self._recordings) > MAX_GRAPHS:
+            self._recordings.popitem(last=False)
+        return rec
+
+    def _record(
+        self, kind: str, lq: int, params: SearchParams, lanes: int, cap: int | None, allow: bool, until: str | None
+    ) -> _Recording:
+        Q = torch.nn.functional.normalize(torch.ones(lanes, lq, self.index.dim, device=self.device), dim=-1)
+        pids = None if cap is None else torch.zeros(cap, dtype=torch.int32, device=self.device)
+        count = None if cap is None else torch.ones(1, dtype=torch.int32, device=self.device)
+        bits = None
+        if allow:
+            bits = torch.zeros((self.index.num_passages + 31) // 32, dtype=torch.int32, device=self.device)
+
+        def one(lane: int) -> Any:
+            stages, q = self._lanes[lane], Q[lane]
+            listed = None if pids is None else Pids(pids, count)
+            if kind == "score":
+                assert listed is not None
+                return stages.exact(q, stages.centroids(q, threshold=None, ncells=None), listed)
+            if kind == "generate":
+                short = q if params.query_maxlen is None else q[: params.query_maxlen]
+                return stages.candidates(
+                    stages.centroids(short, threshold=None, ncells=params.ncells), params.ncells, bits
+                )
+            if until is not None:
+                return _run_until(stages, q, params, until)
+            source: dict[str, Any] = {} if listed is None else {kind: listed}
+            return _packed(run_funnel(stages, q, params, allow=bits, **source))
+
+        packs = kind in ("search", "given", "candidates")
+
+        def run() -> Any:
+            if lanes == 1:
+                answer = one(0)
+                return answer[None] if packs else answer
+            return torch.stack(self._in_parallel([functools.partial(one, lane) for lane in range(lanes)]))
+
+        output = run()  # compiles the kernels; a recording must not
+        graph, pinned = None, None
+        if self._on_gpu:
+            torch.cuda.synchronize(self.device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                output = run()
+            if packs:
+                pinned = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
+        return _Recording(Q, pids, count, bits, run, graph, output, pinned)
+
+    def _in_parallel(self, tasks: list[Callable[[], Tensor]]) -> list[Tensor]:
+        """Each task on a stream of its own, forked from and joined to the current one (a graph keeps the branches)."""
+        if not self._on_gpu:
+            return [task() for task in tasks]
+        here = torch.cuda.current_stream(self.device)
+        answers, streams = [], [torch.cuda.Stream(self.device) for _ in tasks]
+        for task, stream in zip(tasks, streams, strict=True):
+            stream.wait_stream(here)
+            with torch.cuda.stream(stream):
+                answers.append(task())
+        for stream in streams:
+            here.wait_stream(stream)
+        return answers
+
+
+def _run_until(stages: TritonStages, Q: Tensor, params: SearchParams, until: str) -> None:
+    @contextlib.contextmanager
+    def stage(name: str) -> Iterator[None]:
+        if STAGES.index(name) > STAGES.index(until):
+            raise _Stop
+        yield
+
+    with contextlib.suppress(_Stop):
+        run_funnel(stages, Q, params, stage=stage)
+
+
+def _packed(ranking: Ranking) -> Tensor:
+    """int32 [1 + 2 k]: count, pids, bits of the scores: one copy to the host brings all."""
+    k = ranking.pids.numel()
+    count = ranking.count
+    if count is None:
+        count = torch.full((1,), k, dtype=torch.int32, device=ranking.pids.device)
+    return torch.cat([count, ranking.pids, ranking.scores.view(torch.int32)])
+
+
+def _capacity(pids: Tensor) -> int:
+    """Buffer length for a list of pids: the next power of two, so that few recordings serve all lengths."""
+    return max(64, 1 << (pids.numel() - 1).bit_length())
+
+
+def _bitmap(mask: Tensor) -> Tensor:
+    """bool [N] -> int32 [ceil(N / 32)], passage p at bit p % 32 of word p // 32."""
+    padded = torch.nn.functional.pad(mask, (0, -mask.numel() % 32)).view(-1, 32)
+    weights = torch.bitwise_left_shift(
+        torch.ones(32, dtype=torch.int64, device=mask.device), torch.arange(32, device=mask.device)
+    )
+    return (padded.long() * weights).sum(1).to(torch.int32)

@@ -1,0 +1,271 @@
+"""The search engine: PLAID's funnel over a resident index, on plain tensors.
+
+Checks what callers pass, then runs ``funnel.run_funnel`` with the steps of the index's device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from plaid_tilemaxsim.funnel import Pids, SearchParams, Stages, default_params, run_funnel
+from plaid_tilemaxsim.ops import reference
+
+if TYPE_CHECKING:
+    from plaid_tilemaxsim.index.resident import ResidentIndex
+
+__all__ = ["SearchEngine", "SearchParams", "default_params", "with_defaults"]
+
+FilterFn = Callable[[Tensor], Tensor]
+
+
+class SearchEngine:
+    """Searches one resident index. Safe to call from several threads; results do not depend on what ran before.
+
+    index: from ``index.resident.load_resident``. impl: "auto" (triton on CUDA, torch on the CPU), "triton" or
+    "torch"; asking for what the device cannot run raises ValueError.
+    """
+
+    def __init__(self, index: ResidentIndex, *, impl: str = "auto") -> None:
+        self.index = index
+        self.device = index.device
+        self.impl = self._choose(impl)
+        if self.impl == "triton":
+            from plaid_tilemaxsim.device_search import DeviceSearch
+
+            self._device_search: DeviceSearch | None = DeviceSearch(index)
+            self._stages: Stages = self._device_search.stages
+        else:
+            from plaid_tilemaxsim.stages_torch import TorchStages
+
+            self._device_search = None
+            self._stages = TorchStages(index)
+
+    def _choose(self, impl: str) -> str:
+        on_gpu = self.device.type == "cuda"
+        if impl == "auto":
+            return "triton" if on_gpu else "torch"
+        if impl not in ("triton", "torch"):
+            raise ValueError(f"impl: expected auto, triton or torch, got {impl!r}")
+        if impl == "torch" and on_gpu:
+            raise ValueError(f"impl: expected triton or auto for an index on {self.device}, got 'torch'")
+        return impl
+
+    def search(
+        self,
+        Q: Tensor,
+        params: SearchParams,
+        *,
+        pids: Tensor | list[int] | None = None,
+        filter_fn: FilterFn | None = None,
+        allow: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The best passages of one query: (pids int32 [m], scores fp32 [m]) on the CPU, best first.
+
+        Q: [LQ, DIM], floating point, any device. pids: score exactly these (duplicates are kept) and skip candidates
+        and pruning. filter_fn: gets the candidates (int32 [n], ascending, on the index's device) before pruning and
+        returns those to keep. allow: bool [N], or int pids; only these passages may be found, applied on the device
+        before pruning. m <= params.k. Ties go to the smaller pid.
+        Raises ValueError for a wrong shape or type, IndexError for a pid outside the index.
+        """
+        Q = self._check_query(Q, 2)
+        self._check_ncells(params, given=pids is not None)
+        allowed = None if allow is None else self._allow_mask(allow)
+        with torch.no_grad():
+            if pids is not None:
+                wanted = self._check_pids(pids)
+                if allowed is not None:
+                    wanted = wanted[allowed[wanted.long()]]
+                if filter_fn is not None:
+                    wanted = self._filtered(filter_fn, wanted)
+                # Ascending, so that ties go to the smaller pid as everywhere.
+                return self._run_given(Q, wanted.sort().values, params)
+            if filter_fn is not None:
+                kept = self._filtered(filter_fn, self._all_candidates(Q, params, allowed))
+                return self._run_candidates(Q, kept.sort().values, params)
+            if params.mode == "exhaustive" and allowed is not None:
+                return self._run_candidates(Q, allowed.nonzero()[:, 0].int(), params)
+            if self._device_search is not None:
+                return self._device_search.search(Q, params, allowed)
+            ranking = run_funnel(self._stages, Q, params, allow=allowed)
+            return ranking.pids, ranking.scores
+
+    def search_batch(self, Q: Tensor, params: SearchParams, **filters: Any) -> list[tuple[Tensor, Tensor]]:
+        """``search`` for every query of Q [B, LQ, DIM]; equal to searching one by one, faster on a GPU."""
+        Q = self._check_query(Q, 3)
+        if self._device_search is None or any(value is not None for value in filters.values()):
+            return [self.search(q, params, **filters) for q in Q]
+        self._check_ncells(params, given=False)
+        with torch.no_grad():
+            return self._device_search.search_batch(Q, params)
+
+    def candidates(self, Q: Tensor, ncells: int) -> Tensor:
+        """Passages in the lists of the ``ncells`` best centroids of every token of Q [LQ, DIM].
+
+        int32 [n] on the index's device, ascending, each once.
+        """
+        Q = self._check_query(Q, 2)
+        params = SearchParams(ncells=ncells)
+        self._check_ncells(params, given=False)
+        with torch.no_grad():
+            return self._all_candidates(Q, params, None)
+
+    def score_pids(self, Q: Tensor, pids: Tensor | list[int]) -> Tensor:
+        """Exact MaxSim: fp32 [n] on the index's device, in the order of ``pids``; -inf for an empty passage.
+
+        Q: [1, LQ, DIM] for all passages alike, or [n, LQ, DIM]: each passage with its own query.
+        """
+        Q = self._check_query(Q, 3)
+        wanted = self._check_pids(pids)
+        if Q.size(0) not in (1, wanted.numel()):
+            raise ValueError(f"Q: expected 1 query or one for each of {wanted.numel()} pids, got {Q.size(0)}")
+        with torch.no_grad():
+            if Q.size(0) == 1:
+                if self._device_search is not None:
+                    return self._device_search.score(Q[0], wanted)
+                cs = self._stages.centroids(Q[0], threshold=None, ncells=None)
+                return self._stages.exact(Q[0], cs, Pids(wanted))
+            return self._score_aligned(Q, wanted)
+
+    def profile(self, Q: Tensor, params: SearchParams) -> dict[str, float]:
+        """Milliseconds of every stage of one search; on a GPU the device's time in each, without launches."""
+        Q = self._check_query(Q, 2)
+        self._check_ncells(params, given=False)
+        with torch.no_grad():
+            if self._device_search is not None:
+                return self._device_search.profile(Q, params)
+            spent: dict[str, float] = {}
+
+            @contextlib.contextmanager
+            def stage(name: str) -> Iterator[None]:
+                start = time.perf_counter()
+                yield
+                spent[name] = spent.get(name, 0.0) + (time.perf_counter() - start) * 1e3
+
+            run_funnel(self._stages, Q, params, stage=stage)
+            return spent
+
+    def warmup(self, lq: int, params: SearchParams, batch: bool = False) -> None:
+        """Compile, and on a GPU record, what searches with ``lq`` query tokens and these parameters need."""
+        g = torch.Generator().manual_seed(0)
+        Q = torch.nn.functional.normalize(torch.randn(1, lq, self.index.dim, generator=g), dim=-1)
+        self.search(Q[0], params)
+        if batch:
+            self.search_batch(Q, params)
+
+    def close(self) -> None:
+        """Let go of buffers, graphs and the index's tensors; the engine cannot search afterwards."""
+        if self._device_search is not None:
+            self._device_search.close()
+        self.__dict__.pop("_stages", None)
+        self.__dict__.pop("index", None)
+        self._device_search = None
+
+    def _all_candidates(self, Q: Tensor, params: SearchParams, allowed: Tensor | None) -> Tensor:
+        if params.mode == "exhaustive":
+            everything = torch.arange(self.index.num_passages, dtype=torch.int32, device=self.device)
+            return everything if allowed is None else everything[allowed]
+        if self._device_search is not None:
+            return self._device_search.candidates(Q, params, allowed)
+        short = Q if params.query_maxlen is None else Q[: params.query_maxlen]
+        cs = self._stages.centroids(short, threshold=None, ncells=params.ncells)
+        pids = self._stages.candidates(cs, params.ncells, allowed).pids
+        assert pids is not None
+        return pids
+
+    def _run_given(self, Q: Tensor, pids: Tensor, params: SearchParams) -> tuple[Tensor, Tensor]:
+        if pids.numel() == 0:
+            return _nothing()
+        if self._device_search is not None:
+            return self._device_search.search_given(Q, pids, params)
+        ranking = run_funnel(self._stages, Q, params, given=Pids(pids))
+        return ranking.pids, ranking.scores
+
+    def _run_candidates(self, Q: Tensor, pids: Tensor, params: SearchParams) -> tuple[Tensor, Tensor]:
+        if pids.numel() == 0:
+            return _nothing()
+        if self._device_search is not None:
+            return self._device_search.search_candidates(Q, pids, params)
+        ranking = run_funnel(self._stages, Q, params, candidates=Pids(pids))
+        return ranking.pids, ranking.scores
+
+    def _filtered(self, filter_fn: FilterFn, pids: Tensor) -> Tensor:
+        kept = filter_fn(pids)
+        if not isinstance(kept, Tensor):
+            raise ValueError(f"filter_fn: expected to return a tensor, got {type(kept).__name__}")
+        if kept.dtype != torch.int32 or kept.device != pids.device or kept.dim() != 1:
+            got = f"{kept.dtype} {list(kept.shape)} on {kept.device}"
+            raise ValueError(f"filter_fn: expected to return an int32 [n] tensor on {pids.device}, got {got}")
+        return self._check_pids(kept)
+
+    def _check_query(self, Q: Tensor, dim: int) -> Tensor:
+        shape = "[LQ, DIM]" if dim == 2 else "[B, LQ, DIM]"
+        if not isinstance(Q, Tensor) or not Q.is_floating_point() or Q.dim() != dim or Q.size(-1) != self.index.dim:
+            got = f"{Q.dtype} {list(Q.shape)}" if isinstance(Q, Tensor) else type(Q).__name__
+            raise ValueError(f"Q: expected a floating-point tensor {shape} with DIM {self.index.dim}, got {got}")
+        if Q.size(-2) == 0:
+            raise ValueError("Q: expected at least one query token, got none")
+        # A check on the GPU would wait for it; NaN scores then rank anywhere, as in stock.
+        if Q.device.type == "cpu" and not bool(torch.isfinite(Q).all()):
+            raise ValueError("Q: expected finite values, got NaN or infinity")
+        return Q.float() if self._device_search is not None else Q.to(self.device, torch.float32)
+
+    def _check_ncells(self, params: SearchParams, *, given: bool) -> None:
+        if not given and params.mode != "exhaustive" and params.ncells > self.index.num_centroids:
+            raise ValueError(
+                f"ncells: expected at most the index's {self.index.num_centroids} centroids, got {params.ncells}"
+            )
+
+    def _check_pids(self, pids: Tensor | list[int]) -> Tensor:
+        wanted = torch.as_tensor(pids)
+        if wanted.numel() == 0:
+            return torch.zeros(0, dtype=torch.int32, device=self.device)
+        if wanted.dim() != 1 or wanted.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"pids: expected integers [n], got {wanted.dtype} {list(wanted.shape)}")
+        bad = (wanted < 0) | (wanted >= self.index.num_passages)
+        if bool(bad.any()):
+            raise IndexError(
+                f"pids: expected 0 .. {self.index.num_passages - 1}, got {wanted[bad][0].item()}"
+            )
+        return wanted.to(self.device, torch.int32)
+
+    def _allow_mask(self, allow: Tensor) -> Tensor:
+        if allow.dtype == torch.bool:
+            if allow.shape != (self.index.num_passages,):
+                raise ValueError(f"allow: expected bool [{self.index.num_passages}], got {list(allow.shape)}")
+            return allow.to(self.device)
+        mask = torch.zeros(self.index.num_passages, dtype=torch.bool, device=self.device)
+        mask[self._check_pids(allow).long()] = True
+        return mask
+
+    def _score_aligned(self, Q: Tensor, pids: Tensor) -> Tensor:
+        index = self.index
+        Q = Q.to(self.device)
+        scores = torch.empty(pids.numel(), device=self.device)
+        starts = index.offsets[pids.long()].tolist()
+        ends = index.offsets[pids.long() + 1].tolist()
+        for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            # [L, DIM] of one passage; few passages are scored this way
+            D = reference.decompress(
+                index.codes[start:end], index.residuals[start:end].to(self.device), index.centroids,
+                index.bucket_weights, index.nbits, dtype=torch.float32,
+            )  # fmt: skip
+            scores[i] = (D @ Q[i].T).amax(0).sum() if end > start else -torch.inf
+        return scores
+
+
+def _nothing() -> tuple[Tensor, Tensor]:
+    return torch.zeros(0, dtype=torch.int32), torch.zeros(0)
+
+
+def with_defaults(k: int, **explicit: Any) -> SearchParams:
+    """Parameters for k results: PLAID's own for what is not given explicitly (None counts as not given)."""
+    ncells, threshold, ndocs = default_params(k)
+    base = SearchParams(k=k, ncells=ncells, threshold=threshold, ndocs=ndocs)
+    return replace(base, **{name: value for name, value in explicit.items() if value is not None})

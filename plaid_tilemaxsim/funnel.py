@@ -1,0 +1,140 @@
+"""PLAID's funnel: its steps, what flows between them and the order they run in.
+
+    centroids   scores of all centroids with the query's tokens
+    candidates  passages in the inverted lists of the best ``ncells`` centroids of every token
+    prune       approximate MaxSim from the centroids alone: the ``ndocs`` best by the centroids over the threshold,
+                of these the ``ndocs // 4`` best by all of their centroids
+    exact       MaxSim from centroid and residual
+    topk        score descending, pid ascending
+
+``plaid`` runs all five, ``rerank`` leaves out the pruning, ``exhaustive`` scores the whole index (with ``prefilter``
+only its best passages by centroid scores) and needs no candidates. ``stages_torch`` implements the steps for the
+CPU, ``stages_triton`` for the GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+MODES = ("plaid", "rerank", "exhaustive")
+STAGES = ("centroids", "candidates", "prune", "exact", "topk")
+
+
+@dataclass(frozen=True)
+class SearchParams:
+    """How far one search looks. Every field takes part in the choice of a CUDA graph, so none is a tensor.
+
+    k: results wanted; None for all that are scored exactly. ncells: centroids probed per query token.
+    threshold: a passage's centroid counts in the first pruning step if its best score over the query's tokens is at
+    least this. ndocs: passages kept by that step; a quarter of them by the second. query_maxlen: query tokens that
+    take part in candidates and pruning (all take part in the exact scores); None for all. prefilter: in
+    ``exhaustive`` mode, passages kept by their centroid scores before exact scoring; None for no such step.
+    """
+
+    k: int | None = None
+    ncells: int = 1
+    threshold: float = 0.5
+    ndocs: int = 256
+    query_maxlen: int | None = None
+    mode: str = "plaid"
+    prefilter: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode: expected one of {', '.join(MODES)}, got {self.mode!r}")
+        for name, least in (("k", 1), ("ncells", 1), ("ndocs", 4), ("query_maxlen", 1), ("prefilter", 1)):
+            value = getattr(self, name)
+            if value is None and name in ("k", "query_maxlen", "prefilter"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
+
+
+def default_params(k: int) -> tuple[int, float, int]:
+    """(ncells, threshold, ndocs) that PLAID uses for k results (colbert-ai 0.2.22, searcher.py)."""
+    if k <= 10:
+        return 1, 0.5, 256
+    if k <= 100:
+        return 2, 0.45, 1024
+    return 4, 0.4, max(4 * k, 4096)
+
+
+@dataclass
+class Pids:
+    """Passages in flight between two stages: the first ``count`` of ``pids``, all of it where count is None.
+
+    pids: int32 [cap], ascending, on the index's device, or None for every passage of the index in order.
+    count: int32 [1] on the device.
+    """
+
+    pids: Tensor | None
+    count: Tensor | None = None
+
+
+@dataclass
+class Ranking:
+    """What ``topk`` leaves on the device: the first ``count`` entries (all where None), best first."""
+
+    pids: Tensor  # int32 [cap]
+    scores: Tensor  # fp32 [cap]
+    count: Tensor | None = None  # int32 [1]
+
+
+class Stages(Protocol):
+    """One implementation of the five steps for one query at a time. Tensors stay on the index's device."""
+
+    def centroids(self, Q: Tensor, *, threshold: float | None, ncells: int | None) -> Any: ...
+
+    def candidates(self, cs: Any, ncells: int, allow: Tensor | None) -> Pids: ...
+
+    def prune(self, cs: Any, pids: Pids, keep: int, *, thresholded: bool) -> Pids: ...
+
+    def exact(self, Q: Tensor, cs: Any, pids: Pids) -> Tensor: ...
+
+    def topk(self, pids: Pids, scores: Tensor, k: int | None) -> Ranking: ...
+
+
+def run_funnel(
+    stages: Stages,
+    Q: Tensor,
+    params: SearchParams,
+    *,
+    given: Pids | None = None,
+    candidates: Pids | None = None,
+    allow: Tensor | None = None,
+    stage: Callable[[str], contextlib.AbstractContextManager[Any]] = lambda name: contextlib.nullcontext(),
+) -> Ranking:
+    """One query through the steps that its mode asks for.
+
+    Q: fp32 [LQ, DIM] on the device. given: passages to score exactly, nothing else is looked at. candidates: take
+    these (ascending) in the place of those that the query would generate. allow: the stages' form of a filter.
+    stage: called with the name of every step that runs, for timing.
+    """
+    short = Q if params.query_maxlen is None else Q[: params.query_maxlen]
+    generates = given is None and candidates is None and params.mode != "exhaustive"
+    prunes = given is None and params.mode == "plaid"
+    with stage("centroids"):
+        threshold, ncells = params.threshold if prunes else None, params.ncells if generates else None
+        cs_short = stages.centroids(short, threshold=threshold, ncells=ncells)
+        # Stock generates and prunes with the first query_maxlen tokens and scores with all of them.
+        cs = cs_short if len(short) == len(Q) else stages.centroids(Q, threshold=None, ncells=None)
+    pids = given if given is not None else candidates
+    if pids is None:
+        with stage("candidates"):
+            pids = stages.candidates(cs_short, params.ncells, allow) if generates else Pids(None)
+    if prunes:
+        with stage("prune"):
+            pids = stages.prune(cs_short, pids, params.ndocs, thresholded=True)
+            pids = stages.prune(cs_short, pids, params.ndocs // 4, thresholded=False)
+    elif given is None and params.mode == "exhaustive" and params.prefilter is not None:
+        with stage("prune"):
+            pids = stages.prune(cs, pids, params.prefilter, thresholded=False)
+    with stage("exact"):
+        scores = stages.exact(Q, cs, pids)
+    with stage("topk"):
+        return stages.topk(pids, scores, params.k)

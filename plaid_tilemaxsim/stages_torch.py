@@ -1,0 +1,51 @@
+"""The funnel's steps in plain torch on the CPU, in fp32; see ``ops.cpu`` for how."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from plaid_tilemaxsim.funnel import Pids, Ranking
+from plaid_tilemaxsim.ops import api, cpu
+
+if TYPE_CHECKING:
+    from plaid_tilemaxsim.index.resident import ResidentIndex
+
+
+class TorchStages:
+    """The steps for one query at a time, without state: any number of threads may share it."""
+
+    def __init__(self, index: ResidentIndex) -> None:
+        self.index = index
+
+    def centroids(self, Q: Tensor, *, threshold: float | None, ncells: int | None) -> api.CentroidScores:
+        return api.centroid_scores(Q, self.index.centroids, threshold, impl="torch")
+
+    def candidates(self, cs: api.CentroidScores, ncells: int, allow: Tensor | None) -> Pids:
+        index = self.index
+        pids = cpu.candidates(cs, ncells, index.ivf_pids, index.ivf_offsets, index.num_passages)
+        return Pids(pids if allow is None else pids[allow[pids.long()]])
+
+    def prune(self, cs: api.CentroidScores, pids: Pids, keep: int, *, thresholded: bool) -> Pids:
+        listed = self._listed(pids)
+        if keep >= listed.numel():
+            return pids
+        scores = api.centroid_maxsim(
+            cs, self.index.codes, self.index.offsets, pids.pids, thresholded, impl="torch"
+        )
+        return Pids(cpu.select_top(scores, listed, keep)[0])
+
+    def exact(self, Q: Tensor, cs: api.CentroidScores, pids: Pids) -> Tensor:
+        index = self.index
+        return api.residual_maxsim(
+            Q, cs, index.codes, index.residuals, index.inv_norms, index.inv_norm_lo, index.inv_norm_step,
+            index.bucket_weights, index.nbits, index.offsets, pids.pids, impl="torch",
+        )  # fmt: skip
+
+    def topk(self, pids: Pids, scores: Tensor, k: int | None) -> Ranking:
+        return Ranking(*cpu.topk(scores, self._listed(pids), scores.numel() if k is None else k))
+
+    def _listed(self, pids: Pids) -> Tensor:
+        return torch.arange(self.index.num_passages, dtype=torch.int32) if pids.pids is None else pids.pids

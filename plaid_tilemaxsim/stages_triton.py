@@ -1,0 +1,98 @@
+"""The funnel's steps as kernel launches: fixed-capacity buffers, counts in device scalars, no host synchronisation.
+
+Every launch depends only on sizes that the host knows before the query (number of passages, ndocs, k), so a whole
+search can be recorded in a CUDA graph. The candidate buffer holds every passage of the index, so it cannot overflow.
+Runs on CPU tensors too, under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from plaid_tilemaxsim.funnel import Pids, Ranking
+from plaid_tilemaxsim.ops import api, candidates_kernel, select_kernel
+
+if TYPE_CHECKING:
+    from plaid_tilemaxsim.index.resident import ResidentIndex
+
+# Up to this many scores are sorted as they are; of more the best are selected first.
+SORT_LIMIT = 4096
+
+
+class TritonStages:
+    """The steps for one query at a time; owns the buffers of one query in flight (9 bytes a passage)."""
+
+    def __init__(self, index: ResidentIndex, cmax: float) -> None:
+        self.index = index
+        self.cmax = cmax  # largest centroid norm: scales the centroid scores without asking the device
+        device, n = index.device, index.num_passages
+        self._bits = torch.zeros(candidates_kernel.bitmap_words(n), dtype=torch.int32, device=device)
+        self._block_counts = torch.zeros(candidates_kernel.count_blocks(n), dtype=torch.int32, device=device)
+        self._pids = torch.zeros(n, dtype=torch.int32, device=device)
+        self._scores = torch.zeros(n, dtype=torch.float32, device=device)
+        self._work = select_kernel.select_workspace(device)
+
+    def centroids(self, Q: Tensor, *, threshold: float | None, ncells: int | None) -> api.CentroidScores:
+        return api.centroid_scores(
+            Q, self.index.centroids, threshold, cmax=self.cmax, ncells=ncells, impl="triton"
+        )
+
+    def candidates(self, cs: api.CentroidScores, ncells: int, allow: Tensor | None) -> Pids:
+        assert cs.cells is not None
+        cells = self._new(cs.LQ, ncells, dtype=torch.int32)
+        candidates_kernel.select_cells(cs.cells.flatten(0, 1), cells)
+        candidates_kernel.mark_lists(cells, self.index.ivf_pids, self.index.ivf_offsets, self._bits)
+        total = self._new(1, dtype=torch.int32)
+        candidates_kernel.gather_marked(self._bits, self._block_counts, self._pids, total, allow)
+        return Pids(self._pids, total)
+
+    def prune(self, cs: api.CentroidScores, pids: Pids, keep: int, *, thresholded: bool) -> Pids:
+        index = self.index
+        scores = self._scores_for(pids)
+        api.centroid_maxsim(
+            cs, index.codes, index.offsets, pids.pids, thresholded, scores, pids.count, impl="triton"
+        )
+        return self._select(pids, scores, keep)[0]
+
+    def exact(self, Q: Tensor, cs: api.CentroidScores, pids: Pids) -> Tensor:
+        index = self.index
+        scores = self._scores_for(pids)
+        if scores.numel() <= SORT_LIMIT:
+            scores.fill_(-torch.inf)  # what lies behind the count must not sort before it
+        return api.residual_maxsim(
+            Q, cs, index.codes, index.residuals, index.inv_norms, index.inv_norm_lo, index.inv_norm_step,
+            index.bucket_weights, index.nbits, index.offsets, pids.pids, scores, pids.count, impl="triton",
+        )  # fmt: skip
+
+    def topk(self, pids: Pids, scores: Tensor, k: int | None) -> Ranking:
+        k = scores.numel() if k is None else min(k, scores.numel())
+        if scores.numel() > SORT_LIMIT and k < scores.numel():
+            pids, scores = self._select(pids, scores, k)
+        elif pids.count is not None and scores.numel() > SORT_LIMIT:
+            behind = torch.arange(scores.numel(), device=scores.device) >= pids.count
+            scores = scores.masked_fill(behind, -torch.inf)
+        # Stable, and the pids ascend: ties go to the smaller pid, and fillers stay behind empty passages.
+        best = torch.sort(scores, descending=True, stable=True)
+        order = best.indices[:k]
+        chosen = order.int() if pids.pids is None else pids.pids[order]
+        return Ranking(chosen, best.values[:k], None if pids.count is None else pids.count.clamp(max=k))
+
+    def _select(self, pids: Pids, scores: Tensor, m: int) -> tuple[Pids, Tensor]:
+        m = min(m, scores.numel())
+        out_pids, out_count = self._new(m, dtype=torch.int32), self._new(1, dtype=torch.int32)
+        out_scores = self._new(m, dtype=torch.float32).fill_(-torch.inf)
+        count = pids.count
+        if count is None:
+            count = self._new(1, dtype=torch.int32).fill_(scores.numel())
+        select_kernel.select_top(scores, pids.pids, count, m, out_pids, out_scores, out_count, self._work)
+        return Pids(out_pids, out_count), out_scores
+
+    def _scores_for(self, pids: Pids) -> Tensor:
+        cap = self.index.num_passages if pids.pids is None else pids.pids.numel()
+        return self._scores[:cap] if cap <= self._scores.numel() else self._new(cap, dtype=torch.float32)
+
+    def _new(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.index.device)

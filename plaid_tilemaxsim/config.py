@@ -1,0 +1,91 @@
+"""What a user can ask of the scorer, checked in one place. The only reader of environment variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+SCORERS = ("plaid", "tilemaxsim")
+ENVIRONMENT_PREFIX = "PLAID_TILEMAXSIM_"
+
+_CHOICES = {
+    "mode": ("plaid", "rerank", "exhaustive"),
+    "placement": ("auto", "gpu", "host"),
+    "impl": ("auto", "triton", "torch"),
+    "verify": ("full", "structure"),
+}
+
+
+@dataclass(frozen=True)
+class ScorerConfig:
+    """``scorer_options`` of ``ColBERTConfig``, checked.
+
+    mode        "plaid": stock's funnel. "rerank": every candidate is scored exactly, nothing is pruned.
+                "exhaustive": the whole index is scored, no candidates are generated
+    placement   of residuals when searching on a GPU: "gpu", "host" (pinned memory), "auto" (by free memory)
+    impl        "triton" (GPU kernels), "torch" (CPU), "auto" (by device). Never falls back
+    verify      of the index files at load: "full" reads all codes and lists, "structure" does not
+    prefilter   in mode "exhaustive", the number of passages that centroid scores alone keep for exact
+                scoring; None scores all exactly
+
+    The environment variable PLAID_TILEMAXSIM_<NAME> sets the default of option <name>.
+    Raises ValueError with the valid names or values.
+    """
+
+    mode: str = "plaid"
+    placement: str = "auto"
+    impl: str = "auto"
+    verify: str = "full"
+    prefilter: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, valid in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in valid:
+                raise ValueError(f"scorer option {name}: expected one of {list(valid)}, got {value!r}")
+        n = self.prefilter
+        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+            raise ValueError(f"scorer option prefilter: expected None or an integer >= 1, got {n!r}")
+        if n is not None and self.mode != "exhaustive":
+            raise ValueError(f"scorer option prefilter: expected None in mode {self.mode!r}, got {n!r}")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any] | ScorerConfig | None) -> ScorerConfig:
+        """The options of one config, over those of the environment, over the defaults."""
+        if isinstance(options, ScorerConfig):
+            options = asdict(options)
+        elif options is not None and not isinstance(options, Mapping):
+            raise ValueError(f"scorer_options: expected a dict or None, got {type(options).__name__}")
+        given = _from_environment()
+        names = [field.name for field in fields(cls)]
+        for name, value in (options or {}).items():
+            if name not in names:
+                raise ValueError(f"scorer_options: expected names from {names}, got {name!r}")
+            given[name] = value
+        return cls(**given)
+
+
+def _from_environment() -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for field in fields(ScorerConfig):
+        variable = ENVIRONMENT_PREFIX + field.name.upper()
+        text = os.environ.get(variable)
+        if not text:
+            continue
+        given[field.name] = text
+        if field.name == "prefilter":
+            if not text.isdecimal():
+                raise ValueError(f"{variable}: expected an integer >= 1, got {text!r}")
+            given[field.name] = int(text)
+    return given
+
+
+def check_scorer(name: Any) -> str:
+    """``scorer`` of a config, None meaning "plaid". ValueError with the valid names otherwise."""
+    if name is None:
+        return "plaid"
+    if name not in SCORERS:
+        raise ValueError(f"scorer: expected one of {list(SCORERS)}, got {name!r}")
+    return str(name)

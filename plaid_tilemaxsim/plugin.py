@@ -1,0 +1,300 @@
+"""The seam: registers the scorer with an installed colbert-ai at run time, reversibly.
+
+``enable`` gives ColBERTConfig two fields (``scorer``, ``scorer_options``), makes Searcher use TileMaxSimScorer and
+leaves every file of colbert-ai as it is. The scorer is chosen by the config of each call. A colbert-ai that has the
+fields and the choice by itself (``patches/``) only gets the checks and defaults that it lacks.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import gc
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from multiprocessing.context import get_spawning_popen
+from typing import Any
+
+from plaid_tilemaxsim import compat
+from plaid_tilemaxsim.config import SCORERS, ScorerConfig, check_scorer
+
+logger = logging.getLogger("plaid_tilemaxsim")
+
+KNOWN_VERSIONS = ("0.2.22",)
+FIELDS = ("scorer", "scorer_options")
+
+_MISSING = object()
+_lock = threading.RLock()
+_installed: _Changes | None = None
+_defaults: dict[str, Any] = {"scorer": "plaid", "scorer_options": None}
+
+
+def enable(*, scorer: str | None = None, scorer_options: Mapping[str, Any] | None = None) -> None:
+    """Registers the scorer with colbert-ai in this process. Idempotent and thread-safe; undone by ``disable``.
+
+    Afterwards ``ColBERTConfig(scorer="tilemaxsim", scorer_options={...})`` chooses the scorer; the default is
+    "plaid", which is stock. ``scorer`` and ``scorer_options`` change that default for this process and the children
+    that it spawns; None leaves it as it is. Imports colbert (and torch), and applies ``compat``.
+    Raises ValueError for a colbert-ai version or transformers that this plugin does not know, and for an unknown
+    scorer or option; ImportError if colbert-ai is not installed.
+    """
+    global _installed
+    if scorer is not None:
+        check_scorer(scorer)
+    if scorer_options is not None:
+        ScorerConfig.from_options(scorer_options)
+    with _lock:
+        _check_version()
+        changed = {"scorer": scorer, "scorer_options": scorer_options and dict(scorer_options)}
+        defaults = _defaults | {name: value for name, value in changed.items() if value is not None}
+        if _installed is not None and defaults == _defaults:
+            return
+        if _installed is not None:
+            _installed.check()
+            _installed.undo()
+            _installed = None
+        changes = _Changes()
+        try:
+            compat.apply()
+            _register_fields(changes, defaults)
+            _register_scorer(changes)
+        except BaseException:
+            changes.undo()
+            compat.revert()
+            raise
+        _defaults.update(defaults)
+        _installed = changes
+
+
+def disable() -> None:
+    """Undoes ``enable``: colbert-ai is stock again, and existing configs lose the two fields. Idempotent.
+
+    A Searcher made before keeps working and searches as stock does. Raises RuntimeError if something else has
+    replaced what ``enable`` put in place.
+    """
+    global _installed
+    with _lock:
+        if _installed is None:
+            return
+        _installed.check()
+        _installed.undo()
+        _installed = None
+        _defaults.update(scorer="plaid", scorer_options=None)
+        _forget_flags()
+        compat.revert()
+
+
+def is_enabled() -> bool:
+    """Whether the scorer is registered with colbert-ai in this process."""
+    return _installed is not None
+
+
+def scorer_of(config: Any) -> str:
+    """The scorer that a config asks for; "plaid" if it says nothing. ValueError with the valid names if unknown."""
+    return check_scorer(_plain(getattr(config, "scorer", None)))
+
+
+def options_of(config: Any) -> ScorerConfig:
+    """The checked ``scorer_options`` of a config."""
+    return ScorerConfig.from_options(_plain(getattr(config, "scorer_options", None)))
+
+
+def _plain(value: Any) -> Any:
+    """A config made before its class had the field shows colbert's wrapper of the default instead of a value."""
+    return value.val if type(value).__name__ == "DefaultVal" else value
+
+
+def _check_version() -> None:
+    try:
+        version = metadata.version("colbert-ai")
+    except metadata.PackageNotFoundError:
+        known = " or ".join(KNOWN_VERSIONS)
+        raise ImportError(f"colbert-ai is not installed here; install colbert-ai=={known}") from None
+    if version not in KNOWN_VERSIONS:
+        raise ValueError(f"colbert-ai: expected a version from {list(KNOWN_VERSIONS)}, got {version!r}")
+
+
+class _Changes:
+    """Attributes replaced on classes and modules, and what was there before."""
+
+    def __init__(self) -> None:
+        self._log: list[tuple[Any, str, Any, Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        before = vars(owner).get(name, _MISSING)
+        setattr(owner, name, value)
+        self._log.append((owner, name, before, value))
+
+    def check(self) -> None:
+        for owner, name, _, value in self._log:
+            now = vars(owner).get(name, _MISSING)
+            if now is not value and name != "__annotations__":
+                raise RuntimeError(
+                    f"{owner.__name__}.{name}: expected what plaid_tilemaxsim.enable() put there, got {now!r}; "
+                    "undo that change first"
+                )
+
+    def undo(self) -> None:
+        for owner, name, before, _ in reversed(self._log):
+            if before is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+        self._log.clear()
+
+
+def _register_fields(changes: _Changes, defaults: Mapping[str, Any]) -> None:
+    """Makes the two fields part of the dataclass ColBERTConfig, in place.
+
+    ``from_existing`` and ``export`` go by the dataclass's fields and colbert names the class itself, so neither a
+    plain attribute nor a subclass does. The generated methods come from a twin: at no moment is a config class in
+    use without its constructor.
+    """
+    from colbert.infra.config import ColBERTConfig
+    from colbert.infra.config.core_config import DefaultVal
+
+    annotations = {"scorer": str, "scorer_options": dict}
+    namespace = {
+        "__module__": ColBERTConfig.__module__,
+        "__qualname__": ColBERTConfig.__qualname__,
+        "__annotations__": annotations,
+        **{name: DefaultVal(value) for name, value in defaults.items()},
+    }
+    twin: Any = dataclasses.dataclass(type(ColBERTConfig.__name__, ColBERTConfig.__bases__, namespace))
+    for name, value in defaults.items():
+        # The value, not its wrapper: a config made before this has no such attribute of its own and shows this one.
+        changes.set(ColBERTConfig, name, value)
+    for name, value in _config_methods(ColBERTConfig, defaults).items():
+        changes.set(ColBERTConfig, name, value)
+    changes.set(ColBERTConfig, "__annotations__", vars(ColBERTConfig).get("__annotations__", {}) | annotations)
+    for name in ("__dataclass_fields__", "__init__", "__repr__", "__eq__", "__match_args__", "__doc__"):
+        changes.set(ColBERTConfig, name, vars(twin)[name])
+
+
+def _config_methods(cls: Any, defaults: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Methods of ColBERTConfig that check the two fields when they are set, and keep them out of what stock reads."""
+
+    def check(name: str, value: Any) -> None:
+        if name == "scorer" and not _has_registry():
+            check_scorer(value)
+        elif name == "scorer_options":
+            ScorerConfig.from_options(value)
+
+    def __post_init__(self: Any) -> None:
+        super(cls, self).__post_init__()
+        for name in FIELDS:
+            if name not in self.assigned:
+                setattr(self, name, copy.deepcopy(defaults[name]))
+        check("scorer", self.scorer)
+        if self.scorer in SCORERS:
+            check("scorer_options", self.scorer_options)
+
+    def set(self: Any, key: str, value: Any, ignore_unrecognized: bool = False) -> Any:
+        check(key, value)
+        return super(cls, self).set(key, value, ignore_unrecognized)
+
+    def export(self: Any) -> dict[str, Any]:
+        """Without the two fields unless they were assigned: an index made meanwhile reads as stock wrote it."""
+        exported: dict[str, Any] = super(cls, self).export()
+        return {name: value for name, value in exported.items() if name not in FIELDS or name in self.assigned}
+
+    def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
+        """A pickle that sets up the plugin where it is loaded, if it carries the flag or goes to a spawned child.
+
+        Others are pickled as stock does, and load where the plugin is missing.
+        """
+        reduced: Any = object.__reduce_ex__(self, protocol)
+        make, args, state, *rest = reduced
+        flagged = any(name in self.assigned or vars(self).get(name, value) != value for name, value in defaults.items())
+        if flagged or get_spawning_popen() is not None:
+            return (_make_config, (dict(defaults), make, args), state, *rest)
+        return (make, args, {name: value for name, value in state.items() if name not in FIELDS}, *rest)
+
+    return {"__post_init__": __post_init__, "set": set, "export": export, "__reduce_ex__": __reduce_ex__}
+
+
+def _make_config(defaults: Mapping[str, Any], make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Unpickles a config with the plugin enabled; one that is enabled already keeps its defaults."""
+    with _lock:
+        if not is_enabled():
+            enable(**defaults)
+    return make(*args)
+
+
+def _has_registry() -> bool:
+    """Whether this colbert-ai chooses scorers by itself (patches/colbert-ai-0.2.22/02-scorer-registry.patch)."""
+    import colbert.searcher
+
+    return hasattr(colbert.searcher, "load_scorer")
+
+
+def _register_scorer(changes: _Changes) -> None:
+    """Makes Searcher use TileMaxSimScorer, which leaves the work to stock unless a call's config says otherwise."""
+    if _has_registry():
+        return
+    import colbert.searcher
+
+    from plaid_tilemaxsim.scorer import TileMaxSimScorer
+
+    Searcher = colbert.searcher.Searcher
+    # Searcher.__init__ looks this name up when it is called.
+    changes.set(colbert.searcher, "IndexScorer", TileMaxSimScorer)
+    changes.set(Searcher, "__init__", _wrap_init(Searcher.__init__))
+    changes.set(Searcher, "dense_search", _wrap_dense_search(Searcher.dense_search))
+
+
+def _wrap_init(stock: Callable[..., None]) -> Callable[..., None]:
+    from plaid_tilemaxsim.scorer import TileMaxSimScorer
+
+    @functools.wraps(stock)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        if not isinstance(self.ranker, TileMaxSimScorer):
+            return
+        self.ranker.prepare(self.config)
+        passages, texts = self.ranker.num_passages, len(self.collection)
+        if passages != texts:
+            logger.warning(
+                "%s: the index has %d passages and the collection %d; pass collection= as it was indexed "
+                "(an index made from a list stores only a stub of it)",
+                self.index,
+                passages,
+                texts,
+            )
+
+    return __init__
+
+
+def _wrap_dense_search(stock: Callable[..., Any]) -> Callable[..., Any]:
+    from plaid_tilemaxsim.scorer import TUNED, TileMaxSimScorer
+
+    @functools.wraps(stock)
+    def dense_search(self: Any, Q: Any, k: int = 10, filter_fn: Any = None, pids: Any = None) -> Any:
+        pinned = vars(self).setdefault("_pinned_by_stock", {})
+        if not isinstance(self.ranker, TileMaxSimScorer) or not self.ranker.serves(self.config):
+            unset = [name for name in TUNED if getattr(self.config, name) is None]
+            result = stock(self, Q, k, filter_fn=filter_fn, pids=pids)
+            # Stock wrote its choice for this k into the config, for all later searches.
+            pinned.update((name, getattr(self.config, name)) for name in unset)
+            return result
+        unset = [name for name, value in pinned.items() if getattr(self.config, name) == value]
+        pids, scores = self.ranker.search(self.config, Q, k, filter_fn=filter_fn, pids=pids, unset=unset)
+        return pids, list(range(1, len(pids) + 1)), scores
+
+    return dense_search
+
+
+def _forget_flags() -> None:
+    """Takes the two fields from every config: ``from_existing`` fails on an assigned name that is no field."""
+    from colbert.infra.config import ColBERTConfig
+
+    if any(field.name in FIELDS for field in dataclasses.fields(ColBERTConfig)):
+        return  # this colbert-ai has them by itself
+    for config in gc.get_objects():
+        if type(config) is ColBERTConfig:
+            for name in FIELDS:
+                vars(config).pop(name, None)
+                config.assigned.pop(name, None)

@@ -1,0 +1,341 @@
+"""ColBERT's words in, ColBERT's words out: an IndexScorer that leaves scoring to the search engine.
+
+A TileMaxSimScorer serves the calls whose config says ``scorer="tilemaxsim"`` and is stock's IndexScorer for all
+others. Either side loads its copy of the index when first needed, so that a process pays for what it uses.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import threading
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from plaid_tilemaxsim import compat
+from plaid_tilemaxsim.config import ScorerConfig
+from plaid_tilemaxsim.plugin import options_of, scorer_of
+
+compat.allow_missing_git()
+
+from colbert.search.index_storage import IndexScorer  # noqa: E402
+
+if TYPE_CHECKING:
+    from plaid_tilemaxsim.engine import SearchEngine, SearchParams
+    from plaid_tilemaxsim.index.files import PlaidIndex
+
+logger = logging.getLogger("plaid_tilemaxsim")
+
+FilterFn = Callable[[Tensor], Tensor]
+# Fields of ColBERTConfig that follow from k unless the user sets them.
+TUNED = ("ncells", "centroid_score_threshold", "ndocs")
+_NEEDED = {"plaid": TUNED, "rerank": TUNED[:1], "exhaustive": ()}
+# What stock's constructor loads, and its callers (IndexUpdater, for one) read.
+_STOCK_ATTRIBUTES = frozenset({"codec", "ivf", "doclens", "embeddings", "embeddings_strided", "offsets"})
+
+
+def _build_engine(index: PlaidIndex, device: torch.device, options: ScorerConfig) -> SearchEngine:
+    from plaid_tilemaxsim.engine import SearchEngine
+    from plaid_tilemaxsim.index.resident import load_resident
+
+    return SearchEngine(load_resident(index, device, options.placement), impl=options.impl)
+
+
+def _read_index(path: str, options: ScorerConfig) -> PlaidIndex:
+    from plaid_tilemaxsim.index.files import Verify, read_index
+
+    return read_index(path, verify=cast(Verify, options.verify))
+
+
+class TileMaxSimScorer(IndexScorer):
+    """Scores passages of a stock PLAID index; stock's surface, for ``Searcher`` and for direct use.
+
+    index_path: folder of the index. use_gpu: search on the current CUDA device if there is one. load_index_with_mmap
+    is stock's and matters to stock's side only.
+    Q is [1, LQ, DIM], floating point on any device; more than ``config.query_maxlen`` tokens are scored in full,
+    and candidates come from the first ``query_maxlen``, as in stock. Safe to call from several threads.
+    """
+
+    def __init__(self, index_path: str, use_gpu: bool = True, load_index_with_mmap: bool = False) -> None:
+        self.index_path = str(index_path)
+        self.use_gpu = use_gpu
+        self.load_index_with_mmap = load_index_with_mmap
+        self._lock = threading.RLock()
+        self._warned: set[str] = set()
+        self._revision = 0
+        self._loaded_state: tuple[Any, ...] | None = None  # stock's tensors as they came from the files
+        self._engine: SearchEngine | None = None
+        self._engine_key: tuple[str, str] | None = None
+        self._engine_state: tuple[Any, ...] | None = None  # None: the engine was built from the files
+        self._reachable: Tensor | None = None
+
+    def serves(self, config: Any) -> bool:
+        """Whether a call with this config is ours. ValueError for an unknown scorer."""
+        if scorer_of(config) != "tilemaxsim":
+            return False
+        if getattr(config, "interaction", "colbert") == "flipr":
+            self._once(logging.INFO, 'interaction="flipr" is scored by stock PLAID')
+            return False
+        return True
+
+    def prepare(self, config: Any) -> None:
+        """Loads the index for the scorer that this config asks for, instead of at its first search."""
+        if self.serves(config):
+            self._get_engine(options_of(config))
+        else:
+            self._load_stock()
+
+    @property
+    def num_passages(self) -> int:
+        """Passages of the index, removed ones included."""
+        if self._engine is not None and not self._stale():
+            return self._engine.index.num_passages
+        return len(self.doclens)
+
+    def rank(
+        self,
+        config: Any,
+        Q: Tensor,
+        filter_fn: FilterFn | None = None,
+        pids: Any = None,
+        k: int | None = None,
+    ) -> tuple[list[int], list[float]]:
+        """Passages and their scores, best first; ties go to the smaller pid. At most ``k`` of them when given.
+
+        pids: score exactly these, duplicates included, instead of searching. filter_fn: gets the candidates (int32
+        on the ranker's device) before pruning and returns those to keep, in the same dtype and place. Q of n > 1
+        queries needs n pids, and scores each passage with its own query.
+        Raises ValueError for a Q, filter or config that does not fit, IndexError for a pid outside the index.
+        """
+        if not self.serves(config):
+            ranked, scores = super().rank(config, Q, filter_fn=filter_fn, pids=pids)
+            return ranked[:k], scores[:k]
+        return self.search(config, Q, k, filter_fn=filter_fn, pids=pids)
+
+    def search(
+        self,
+        config: Any,
+        Q: Tensor,
+        k: int | None,
+        *,
+        filter_fn: FilterFn | None = None,
+        pids: Any = None,
+        unset: Collection[str] = (),
+    ) -> tuple[list[int], list[float]]:
+        """``rank`` by the engine, whatever ``config.scorer`` says. unset: TUNED fields to take as None."""
+        options = options_of(config)
+        k = None if k is None else _count("k", k)
+        Q = _check_queries(Q)
+        engine = self._get_engine(options)
+        if pids is not None:
+            pids = _as_pids(pids)
+        if Q.size(0) != 1:
+            if pids is None or filter_fn is not None:
+                raise ValueError(
+                    f"Q: expected 1 query, or several aligned with as many pids and no filter, got {Q.size(0)}"
+                )
+            scores = engine.score_pids(Q, pids).cpu()
+            pids = pids.cpu()
+            order = pids.argsort(stable=True)
+            order = order[scores[order].argsort(descending=True, stable=True)][:k]
+            return pids[order].tolist(), scores[order].tolist()
+        if k == 0:
+            return [], []
+        params = self._params(config, options, k, unset, given=pids is not None)
+        # Passages that an update removed have tokens but are in no list.
+        allow = self._reachable if pids is None and options.mode == "exhaustive" else None
+        ranked, scores = engine.search(Q[0], params, pids=pids, filter_fn=filter_fn, allow=allow)
+        return ranked.tolist(), scores.tolist()
+
+    def score_pids(
+        self, config: Any, Q: Tensor, pids: Any, centroid_scores: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(scores fp32 [m], pids int32 [m]) on the ranker's device.
+
+        Q is [1, LQ, DIM], or [n, LQ, DIM] with each query for its own passage. Without ``centroid_scores`` all pids
+        are scored, in the order given. With those of ``retrieve`` the pids are pruned first, as stock does, and come
+        best first; the values are computed from Q again.
+        """
+        if not self.serves(config):
+            return super().score_pids(config, Q, pids, centroid_scores)
+        options = options_of(config)
+        Q = _check_queries(Q)
+        engine = self._get_engine(options)
+        pids = _as_pids(pids).to(engine.device, torch.int32)
+        if centroid_scores is None or options.mode != "plaid":
+            return engine.score_pids(Q, pids), pids
+        if Q.size(0) != 1:
+            raise ValueError(f"Q: expected 1 query to prune pids by centroid_scores, got {Q.size(0)}")
+        params = self._params(config, options, None, (), given=False)
+        kept, scores = engine.search(Q[0], params, filter_fn=lambda _: pids)
+        return scores.to(engine.device), kept.to(engine.device)
+
+    def retrieve(self, config: Any, Q: Tensor) -> tuple[Tensor, Tensor]:
+        """Candidates of one query [1, LQ, DIM]: (pids int32 [n] ascending, centroid scores fp32 [C, LQ]) on the
+        ranker's device, from the first ``config.query_maxlen`` tokens."""
+        if not self.serves(config):
+            return super().retrieve(config, Q)
+        Q = _check_queries(Q)
+        if Q.size(0) != 1:
+            raise ValueError(f"Q: expected 1 query, got {Q.size(0)}")
+        engine = self._get_engine(options_of(config))
+        if config.ncells is None:
+            raise ValueError("config.ncells: expected an integer >= 1, got None")
+        short = Q[0, : config.query_maxlen].to(engine.device, torch.float32)
+        centroids = engine.index.centroids.float()
+        return engine.candidates(short, _count("ncells", config.ncells)), centroids @ short.T
+
+    def set_embeddings_strided(self) -> None:
+        """Stock's hook: IndexUpdater calls it after changing codes, residuals or doclens."""
+        super().set_embeddings_strided()
+        self._revision += 1
+
+    def close(self) -> None:
+        """Frees what the engine holds; the next search loads it again."""
+        with self._lock:
+            if self._engine is not None:
+                self._engine.close()
+            self._engine = self._engine_key = self._engine_state = self._reachable = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _STOCK_ATTRIBUTES and self.__dict__.get("_loaded_state") is None and "_lock" in self.__dict__:
+            self._load_stock()
+            if name in self.__dict__:
+                return self.__dict__[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _load_stock(self) -> None:
+        """Everything that stock's constructor loads, including its extensions."""
+        with self._lock:
+            if self._loaded_state is not None:
+                return
+            # Stock's tensors must outlive a search's inference mode.
+            with torch.inference_mode(False):
+                super().__init__(self.index_path, self.use_gpu, self.load_index_with_mmap)
+            self._loaded_state = self._stock_state()
+
+    def _stock_state(self) -> tuple[Any, ...]:
+        held = self.__dict__
+        embeddings = held["embeddings"]
+        return held["ivf"], held["doclens"], embeddings.codes, embeddings.residuals, self._revision
+
+    def _stale(self) -> bool:
+        """Whether stock's tensors have been replaced (by IndexUpdater) since the engine was built."""
+        if self._loaded_state is None:
+            return False
+        built = self._loaded_state if self._engine_state is None else self._engine_state
+        return not _same(built, self._stock_state())
+
+    def _get_engine(self, options: ScorerConfig) -> SearchEngine:
+        key = (options.placement, options.impl)
+        engine = self._engine
+        if engine is not None and self._engine_key == key and not self._stale():
+            return engine
+        with self._lock, torch.inference_mode(False):
+            if self._engine is not None and self._engine_key == key and not self._stale():
+                return self._engine
+            # Other threads may still search with the old one: it goes when they let go of it.
+            self._engine = engine = None
+            state = None if self._loaded_state is None else self._stock_state()
+            index = _read_index(self.index_path, options)
+            reachable = None
+            if state is not None and self._loaded_state is not None and not _same(state, self._loaded_state):
+                index = self._index_in_memory(index)
+                reachable = torch.zeros(index.num_passages, dtype=torch.bool)
+                reachable[index.ivf_pids.long()] = True
+            device = torch.device("cuda", torch.cuda.current_device()) if self._on_gpu() else torch.device("cpu")
+            engine = _build_engine(index, device, options)
+            self._engine, self._engine_key, self._reachable = engine, key, reachable
+            self._engine_state = state if reachable is not None else None
+            return engine
+
+    def _index_in_memory(self, stored: PlaidIndex) -> PlaidIndex:
+        """The index as IndexUpdater left it in stock's tensors; centroids and buckets never change."""
+        return type(stored).from_tensors(
+            nbits=stored.nbits,
+            centroids=stored.centroids,
+            bucket_cutoffs=stored.bucket_cutoffs,
+            bucket_weights=stored.bucket_weights,
+            codes=self.embeddings.codes,
+            residuals=self.embeddings.residuals,
+            doclens=self.doclens,
+            ivf=self.ivf.tensor,
+            ivf_lengths=self.ivf.lengths,
+            metadata=stored.metadata,
+            path=stored.path,
+            verify="structure",
+        )
+
+    def _on_gpu(self) -> bool:
+        if self.use_gpu and not torch.cuda.is_available():
+            self._once(logging.WARNING, "use_gpu was asked for, but torch sees no CUDA device; searching on the CPU")
+            return False
+        return bool(self.use_gpu)
+
+    def _params(
+        self, config: Any, options: ScorerConfig, k: int | None, unset: Collection[str], *, given: bool
+    ) -> SearchParams:
+        from plaid_tilemaxsim.engine import SearchParams, default_params
+
+        values: dict[str, Any] = {name: None if name in unset else getattr(config, name, None) for name in TUNED}
+        needed = [name for name in _NEEDED[options.mode] if values[name] is None]
+        if needed and k is None and not given:
+            raise ValueError(f"config.{needed[0]}: expected a value, since rank() without k has no default, got None")
+        defaults: dict[str, Any] = dict(zip(TUNED, default_params(k or 1)))
+        ncells, threshold, ndocs = (defaults[n] if values[n] is None else values[n] for n in TUNED)
+        ndocs = _count("ndocs", ndocs)
+        if ndocs < 4:
+            self._once(logging.WARNING, f"ndocs={ndocs} keeps no passage (ndocs // 4 are scored); taken as 4")
+            ndocs = 4
+        query_maxlen = getattr(config, "query_maxlen", None)
+        return SearchParams(
+            k=k,
+            ncells=_count("ncells", ncells),
+            threshold=float(threshold),
+            ndocs=ndocs,
+            query_maxlen=None if query_maxlen is None else _count("query_maxlen", query_maxlen),
+            mode=options.mode,
+            prefilter=options.prefilter,
+        )
+
+    def _once(self, level: int, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.log(level, "%s: %s", self.index_path, message)
+
+
+def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    """Identity, not equality: stock replaces what it changes, and comparing tensors would read them."""
+    return all(x is y or (isinstance(x, int) and x == y) for x, y in zip(a, b, strict=True))
+
+
+def _count(name: str, value: Any) -> int:
+    try:
+        n = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name}: expected an integer >= 0, got {value!r}") from None
+    if n < 0:
+        raise ValueError(f"{name}: expected an integer >= 0, got {n}")
+    return n
+
+
+def _check_queries(Q: Any) -> Tensor:
+    if not isinstance(Q, Tensor) or Q.dim() != 3 or not Q.is_floating_point():
+        got = f"{Q.dtype} {list(Q.shape)}" if isinstance(Q, Tensor) else type(Q).__name__
+        raise ValueError(f"Q: expected a floating-point tensor [1, LQ, DIM], got {got}")
+    if Q.size(0) == 0 or Q.size(1) == 0:
+        raise ValueError(f"Q: expected at least one query with at least one token, got {list(Q.shape)}")
+    return Q
+
+
+def _as_pids(pids: Any) -> Tensor:
+    """int [n]; range-checked by the engine. Lists, ranges, arrays and tensors are taken."""
+    tensor = pids if isinstance(pids, Tensor) else torch.as_tensor(list(pids))
+    if tensor.numel() == 0:
+        return tensor.to(torch.int32).reshape(-1)
+    if tensor.dim() != 1 or tensor.dtype not in (torch.int16, torch.int32, torch.int64, torch.uint8):
+        raise ValueError(f"pids: expected integers [n], got {tensor.dtype} {list(tensor.shape)}")
+    return tensor.to(torch.int64)

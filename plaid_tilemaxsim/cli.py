@@ -1,0 +1,170 @@
+"""The command line: ``plaid-tilemaxsim run | inspect | env``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import io
+import json
+import os
+import sys
+import types
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any, cast
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand and returns the exit status; ``run`` leaves as the program that it runs leaves."""
+    args = _parser().parse_args(argv)
+    status: int = args.command(args)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="plaid-tilemaxsim",
+        description="ColBERTv2/PLAID search scored by fused GPU kernels, as a plugin for colbert-ai.",
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    run = commands.add_parser(
+        "run",
+        help="run an unmodified Python program with the plugin enabled",
+        usage="plaid-tilemaxsim run [--scorer NAME] [--scorer-options JSON] [--] (SCRIPT.py | -m MODULE) [ARG ...]",
+        description="Runs a program as `python SCRIPT.py ARG ...` or `python -m MODULE ARG ...` would, with "
+        "plaid_tilemaxsim enabled. A config that names a scorer itself is left alone.",
+    )
+    run.add_argument("--scorer", default="tilemaxsim", help="scorer of configs that name none (default: %(default)s)")
+    run.add_argument(
+        "--scorer-options",
+        type=_json_object,
+        metavar="JSON",
+        help="""their scorer_options, for example '{"mode": "exhaustive"}'""",
+    )
+    run.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    run.set_defaults(command=_run, usage_error=run.error)
+
+    inspect = commands.add_parser("inspect", help="check a PLAID index, and say what it holds and where it would fit")
+    inspect.add_argument("index", metavar="INDEX", help="folder of the index")
+    inspect.set_defaults(command=_inspect)
+
+    env = commands.add_parser("env", help="versions, devices and what they mean for the plugin")
+    env.set_defaults(command=_env)
+    return parser
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r} ({error})") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}")
+    return value
+
+
+def _run(args: argparse.Namespace) -> int:
+    program = args.program[1:] if args.program[:1] == ["--"] else args.program
+    is_module = program[:1] == ["-m"]
+    if is_module:
+        program = program[1:]
+    if not program:
+        args.usage_error("expected a script, or -m and a module")
+    if not is_module and not os.path.isfile(program[0]):
+        args.usage_error(f"expected a Python file, got {program[0]!r}")
+
+    # colbert keeps the module __main__ that it sees when imported and asks it for its file name, and a spawned
+    # child imports that file again: so the program's module must be in place before the plugin imports colbert.
+    main_module = types.ModuleType("__main__")
+    sys.modules["__main__"] = main_module
+    if is_module:
+        sys.path.insert(0, os.getcwd())
+        try:
+            code = _module_code(program[0], main_module)
+        except (ImportError, ValueError) as error:
+            args.usage_error(str(error))
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(program[0])))
+        main_module.__file__ = program[0]
+        with io.open_code(program[0]) as file:
+            code = compile(file.read(), program[0], "exec", dont_inherit=True)
+    sys.argv = [str(main_module.__file__), *program[1:]]
+
+    from plaid_tilemaxsim import enable
+
+    try:
+        enable(scorer=args.scorer, scorer_options=args.scorer_options)
+    except ValueError as error:
+        args.usage_error(str(error))
+    exec(code, vars(main_module))
+    return 0
+
+
+def _module_code(name: str, main_module: types.ModuleType) -> types.CodeType:
+    """The code that ``python -m name`` would run, with ``main_module`` made to look as it would there."""
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(name + ".__main__")
+    loader: Any = None if spec is None else spec.loader
+    code = loader.get_code(spec.name) if spec is not None and hasattr(loader, "get_code") else None
+    if spec is None or code is None:
+        raise ValueError(f"-m: expected a module that can be run, got {name!r}")
+    main_module.__spec__ = spec
+    main_module.__loader__ = loader
+    main_module.__package__ = spec.parent
+    main_module.__file__ = spec.origin
+    return cast(types.CodeType, code)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from plaid_tilemaxsim.index.placement import describe
+
+    try:
+        print(describe(args.index))
+    except ValueError as error:
+        print(f"plaid-tilemaxsim: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _env(args: argparse.Namespace) -> int:
+    for name, value in environment().items():
+        print(f"{name:<14} {value}")
+    return 0
+
+
+def environment() -> dict[str, str]:
+    """Versions and devices, and what they mean for the plugin, as text by name."""
+    import torch
+
+    from plaid_tilemaxsim import __version__, compat
+    from plaid_tilemaxsim.plugin import KNOWN_VERSIONS
+
+    found = {"plugin": __version__, "python": sys.version.split()[0], "torch": torch.__version__}
+    for name in ("triton", "colbert-ai", "transformers", "faiss-cpu", "faiss-gpu"):
+        found[name] = _version(name)
+    if found["colbert-ai"] not in KNOWN_VERSIONS:
+        found["colbert-ai"] += f" (this plugin needs {' or '.join(KNOWN_VERSIONS)})"
+    if found["transformers"].split(".")[0].isdecimal() and int(found["transformers"].split(".")[0]) >= 5:
+        found["transformers"] += " (enable() adapts colbert-ai to it)"
+    if not compat.git_found():
+        found["git"] = "none (enable() lets colbert-ai be imported without it)"
+    if not torch.cuda.is_available():
+        why = "torch is a CPU build" if torch.version.cuda is None else f"CUDA {torch.version.cuda}, no usable device"
+        return found | {"gpu": f"none: {why}", "scoring": "torch on the CPU"}
+    for i in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(i)
+        properties = torch.cuda.get_device_properties(i)
+        found[f"gpu {i}"] = (
+            f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
+            f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free, CUDA {torch.version.cuda}"
+        )
+    return found | {"scoring": f"triton on GPU {torch.cuda.current_device()}"}
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"

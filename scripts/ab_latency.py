@@ -1,0 +1,302 @@
+"""Stock PLAID and the plugin on one index, in one process: latency, stages, memory, and whether they agree.
+
+    python scripts/ab_latency.py --index INDEX --queries Q.pt --k 10 100 1000 --mode plaid rerank exhaustive \
+        --out eval/results/h200_search.json
+
+``Q.pt`` holds encoded queries, fp32 [n, LQ, DIM]. Everything is timed from the encoded query to pids and scores on
+the host. First the plugin runs alone (load, memory, latency of every mode), then stock is loaded and both answer the
+same queries in turn. The run counts as correct only if, on a sample of queries, every score is within 2e-3 of the
+float64 oracle and the rankings equal stock's outside ties.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import Tensor
+
+from eval.cache import write_json
+from eval.latency import summary
+from eval.manifest import environment
+from plaid_tilemaxsim.engine import SearchEngine, with_defaults
+from plaid_tilemaxsim.index.files import read_index
+from plaid_tilemaxsim.index.resident import load_resident
+from plaid_tilemaxsim.ops import reference
+
+# Two fp16 sums near 20 can come out in either order when they are this close.
+STOCK_GPU_ROUNDING = 2**-5
+STOCK_CPU_ROUNDING = 1e-4
+SCORE_BUDGET = 2e-3
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Milliseconds of one call that ends with its result on the host."""
+    start = time.perf_counter()
+    work()
+    return (time.perf_counter() - start) * 1e3
+
+
+def gpu_bytes(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+class Judge:
+    """Float64 scores from the index's own bytes; knows nothing of inverse norms or tables."""
+
+    def __init__(self, engine: SearchEngine) -> None:
+        self.index = engine.index
+
+    def __call__(self, Q: Tensor, pids: Tensor) -> Tensor:
+        ix = self.index
+        pids = pids.to(ix.device).long()
+        residuals, codes, offsets, listed = ix.residuals, ix.codes, ix.offsets, pids
+        if residuals.device != ix.device:  # in host memory: bring the rows of these passages alone
+            rows = torch.cat([torch.arange(int(offsets[p]), int(offsets[p + 1])) for p in pids.tolist()])
+            residuals, codes = residuals[rows].to(ix.device), codes[rows.to(ix.device)]
+            lengths = (offsets[pids + 1] - offsets[pids]).cumsum(0)
+            offsets = torch.cat([lengths.new_zeros(1), lengths])
+            listed = torch.arange(len(pids), device=ix.device)
+        return reference.residual_maxsim(
+            Q.to(ix.device), codes, residuals, ix.centroids, ix.bucket_weights, ix.nbits, offsets, listed
+        ).cpu()
+
+
+def disagreement(ours: tuple[Tensor, Tensor], stock: tuple[list[int], list[float]], true: dict[int, float],
+                 rounding: float) -> list[str]:  # fmt: skip
+    """What sets the rankings apart beyond ties: every pid of one must be in the other unless it ties at the cut."""
+    problems = []
+    mine, theirs = ours[0].tolist(), stock[0][: len(ours[0])]
+    if len(mine) != len(stock[0][: len(mine)]):
+        problems.append(f"{len(mine)} results against {len(stock[0])}")
+    if not mine:
+        return problems
+    worst = min(true[p] for p in mine)
+    for pid in set(theirs) - set(mine):
+        if true[pid] > worst + SCORE_BUDGET:
+            problems.append(f"pid {pid} of stock's top scores {true[pid]:.4f}, our last {worst:.4f}")
+    theirs_worst = min(true[p] for p in theirs)
+    for pid in set(mine) - set(theirs):
+        # stock may have lost it to its own rounding at the cut, or, in the funnel, at a pruning tie
+        if true[pid] > theirs_worst + rounding:
+            problems.append(f"pid {pid} of our top scores {true[pid]:.4f}, stock's last {theirs_worst:.4f}")
+    inversions = [a - b for a, b in zip([true[p] for p in mine[1:]], [true[p] for p in mine])]
+    if inversions and max(inversions) > 2 * SCORE_BUDGET:
+        problems.append(f"our order is wrong by {max(inversions):.2e}")
+    return problems
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--index", type=Path, required=True)
+    parser.add_argument("--queries", type=Path, required=True)
+    parser.add_argument("--k", type=int, nargs="+", default=[10, 100, 1000])
+    parser.add_argument("--mode", nargs="+", default=["plaid"], choices=["plaid", "rerank", "exhaustive"])
+    parser.add_argument("--queries-timed", type=int, default=50)
+    parser.add_argument("--queries-checked", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--exact", type=int, default=100_000, help="pids to score exactly without a search; 0: none")
+    parser.add_argument("--host-placement", action="store_true", help="also measure residuals in host memory")
+    parser.add_argument("--no-stock", action="store_true", help="the plugin alone")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    rounding = STOCK_GPU_ROUNDING if device.type == "cuda" else STOCK_CPU_ROUNDING
+    queries = torch.load(args.queries, weights_only=True).float()
+    timed_queries = queries[: args.queries_timed]
+    figures: dict[str, float] = {}
+    detail: dict[str, Any] = {}
+    problems: list[str] = []
+
+    start = time.perf_counter()
+    plaid_index = read_index(args.index, verify="structure")
+    resident = load_resident(plaid_index, device, "gpu" if device.type == "cuda" else "auto")
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    figures["load_gb_per_s"] = plaid_index.nbytes / seconds / 1e9
+    figures["load_s"] = seconds
+    figures["passages"], figures["tokens"] = resident.num_passages, resident.num_tokens
+    engine = SearchEngine(resident)
+    judge = Judge(engine)
+    print(f"loaded {plaid_index.nbytes / 1e9:.2f} GB in {seconds:.1f} s", flush=True)
+
+    # ---- the plugin alone
+    for mode in args.mode:
+        for k in args.k if mode != "exhaustive" else [min(args.k[-1], 1000)]:
+            params = with_defaults(k, mode=mode)
+            for q in queries[: args.warmup]:
+                engine.search(q, params)
+            runs = 1 if mode == "exhaustive" else args.repeats
+            times = [timed(lambda q=q: engine.search(q, params)) for _ in range(runs) for q in timed_queries]
+            detail[f"{mode}_k{k}"] = {"search_ms": summary(times)}
+            if device.type == "cuda":
+                stages = [engine.profile(q, params) for q in queries[:3]]
+                detail[f"{mode}_k{k}"]["stages_ms"] = {s: statistics.median(x[s] for x in stages) for s in stages[0]}
+            errors = []
+            for q in queries[: args.queries_checked]:
+                pids, scores = engine.search(q, params)
+                errors.append((judge(q, pids) - scores).abs().max().item())
+                again = engine.search(q, params)
+                if not (torch.equal(again[0], pids) and torch.equal(again[1], scores)):
+                    problems.append(f"{mode} k={k}: a repeated search differs")
+            detail[f"{mode}_k{k}"]["max_error"] = max(errors)
+            if max(errors) > SCORE_BUDGET:
+                problems.append(f"{mode} k={k}: score error {max(errors):.2e}")
+            p50, p99 = detail[f"{mode}_k{k}"]["search_ms"]["p50"], detail[f"{mode}_k{k}"]["search_ms"]["p99"]
+            if mode == "plaid":
+                figures[f"search_p50_ms_k{k}"], figures[f"search_p99_ms_k{k}"] = p50, p99
+                counts = [engine.candidates(q, params.ncells).numel() for q in timed_queries]
+                figures[f"candidates_k{k}"] = statistics.median(counts)
+            elif mode == "rerank":
+                figures[f"rerank_p50_ms_k{k}"] = p50
+            else:
+                figures["exhaustive_p50_ms"] = p50
+            stages_text = {s: round(v, 3) for s, v in detail[f"{mode}_k{k}"].get("stages_ms", {}).items()}
+            print(f"{mode} k={k}: p50 {p50:.3f} p99 {p99:.3f} ms, error {max(errors):.1e}, {stages_text}", flush=True)
+
+    if args.exact:
+        wanted = torch.randperm(resident.num_passages, generator=torch.Generator().manual_seed(0))[: args.exact]
+        wanted = wanted.int().to(device)
+        for q in queries[:2]:
+            engine.score_pids(q[None], wanted).cpu()
+        times = [timed(lambda q=q: engine.score_pids(q[None], wanted).cpu()) for q in timed_queries]
+        figures["exact_100k_ms" if args.exact == 100_000 else f"exact_{args.exact}_ms"] = statistics.median(times)
+        some = torch.arange(0, len(wanted), max(1, len(wanted) // 500), device=device)
+        error = (judge(queries[0], wanted[some]) - engine.score_pids(queries[0][None], wanted)[some].cpu()).abs()
+        if error[torch.isfinite(error)].max() > SCORE_BUDGET:
+            problems.append(f"exact: score error {error.max():.2e}")
+
+    if args.batch:
+        params = with_defaults(10)
+        batch = queries[torch.arange(args.batch) % len(queries)]
+        together = engine.search_batch(batch, params)
+        for q, (pids, scores) in zip(batch[:16], together):
+            alone = engine.search(q, params)
+            if not (torch.equal(alone[0], pids) and torch.equal(alone[1], scores)):
+                problems.append("batch: a query's results differ from those alone")
+                break
+        times = [timed(lambda: engine.search_batch(batch, params)) for _ in range(20)]
+        figures[f"batch{args.batch}_qps"] = args.batch / statistics.median(times) * 1e3
+
+    if device.type == "cuda":
+        figures["gpu_bytes_over_index_bytes"] = torch.cuda.max_memory_allocated(device) / plaid_index.nbytes
+        figures["gpu_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
+    print({name: round(value, 4) for name, value in figures.items()}, flush=True)
+
+    # ---- stock beside it
+    if not args.no_stock:
+        import plaid_tilemaxsim
+
+        plaid_tilemaxsim.enable()  # makes colbert-ai run with today's transformers; stock's code is as it is
+        from colbert.infra import ColBERTConfig
+        from colbert.search.index_storage import IndexScorer
+
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        before = gpu_bytes(device)
+        start = time.perf_counter()
+        stock = IndexScorer(str(args.index), device.type == "cuda")
+        figures["stock_load_s"] = time.perf_counter() - start
+        print(f"stock loaded in {figures['stock_load_s']:.0f} s", flush=True)
+        base = ColBERTConfig.load_from_index(str(args.index))
+        errors_ours, errors_stock = [], []
+        for k in args.k:
+            params = with_defaults(k)
+            config = ColBERTConfig.from_existing(
+                base, ColBERTConfig(ncells=params.ncells, centroid_score_threshold=params.threshold, ndocs=params.ndocs)
+            )
+            on_device = queries.to(device)
+            for q in on_device[: args.warmup]:
+                stock.rank(config, q[None])
+            times_stock, times_ours = [], []
+            for i in range(len(timed_queries)):
+                ours = (times_ours, lambda i=i: engine.search(queries[i], params))
+                theirs = (times_stock, lambda i=i: stock.rank(config, on_device[i : i + 1]))
+                for times, work in (ours, theirs) if i % 2 else (theirs, ours):
+                    times.append(timed(work))
+            figures[f"stock_p50_ms_k{k}"] = statistics.median(times_stock)
+            detail[f"ab_k{k}"] = {"stock_ms": summary(times_stock), "ours_ms": summary(times_ours)}
+            for i in range(min(args.queries_checked, len(queries))):
+                ours_found = engine.search(queries[i], params)
+                stock_found = stock.rank(config, on_device[i : i + 1])
+                stock_found = (stock_found[0][:k], stock_found[1][:k])
+                union = sorted(set(ours_found[0].tolist()) | set(stock_found[0]))
+                true = dict(zip(union, judge(queries[i], torch.tensor(union)).tolist()))
+                wrong = disagreement(ours_found, stock_found, true, rounding)
+                problems += [f"k={k} query {i}: {what}" for what in wrong]
+                errors_ours += [abs(true[p] - s) for p, s in zip(ours_found[0].tolist(), ours_found[1].tolist())]
+                errors_stock += [abs(true[p] - s) for p, s in zip(*stock_found)]
+            print(f"k={k}: stock p50 {figures[f'stock_p50_ms_k{k}']:.2f} ms, ours beside it "
+                  f"{statistics.median(times_ours):.3f} ms", flush=True)  # fmt: skip
+        figures["max_err_vs_oracle"], figures["mean_err_ours"] = max(errors_ours), statistics.mean(errors_ours)
+        figures["mean_err_stock"], figures["max_err_stock"] = statistics.mean(errors_stock), max(errors_stock)
+        if figures["mean_err_ours"] > figures["mean_err_stock"]:
+            problems.append("our mean error is above stock's")
+        if device.type == "cuda":
+            figures["stock_gpu_gb"] = (torch.cuda.max_memory_allocated(device) - before) / 1e9
+        if args.exact:
+            config = ColBERTConfig.from_existing(base)
+            given = wanted.tolist()
+            listed = torch.tensor(given, dtype=torch.int32, device=device)
+            with torch.inference_mode():
+                for _ in range(2):
+                    stock.score_pids(config, on_device[:1], listed, None)[0].cpu()
+                times = [
+                    timed(lambda q=q: stock.score_pids(config, q[None], listed, None)[0].cpu()) for q in on_device[:5]
+                ]
+            name = "stock_exact_100k_ms" if args.exact == 100_000 else f"stock_exact_{args.exact}_ms"
+            figures[name] = statistics.median(times)
+        del stock
+
+    if args.host_placement and device.type == "cuda":
+        found = [engine.search(q, with_defaults(k)) for k in args.k for q in queries[: args.queries_checked]]
+        engine.close()
+        del engine, resident, judge
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = gpu_bytes(device)
+        hosted = SearchEngine(load_resident(plaid_index, device, "host"))
+        again = [hosted.search(q, with_defaults(k)) for k in args.k for q in queries[: args.queries_checked]]
+        if not all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(found, again)):
+            problems.append("host placement: results differ from gpu placement")
+        for k in args.k:
+            params = with_defaults(k)
+            times = [timed(lambda q=q: hosted.search(q, params)) for _ in range(args.repeats) for q in timed_queries]
+            figures[f"host_p50_ms_k{k}"] = statistics.median(times)
+        figures["host_placement_gpu_gb"] = (torch.cuda.max_memory_allocated(device) - before) / 1e9
+
+    result = {
+        "correct": not problems,
+        "problems": problems[:40],
+        "figures": figures,
+        "detail": detail,
+        "index": {"path": args.index.name, "passages": plaid_index.num_passages, "tokens": plaid_index.num_tokens,
+                  "centroids": plaid_index.num_centroids, "dim": plaid_index.dim, "nbits": plaid_index.nbits,
+                  "bytes": plaid_index.nbytes},
+        "queries": len(timed_queries),
+        **environment(),
+    }  # fmt: skip
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(args.out, result)
+    for name, value in figures.items():
+        print(f"{name:32s} {value:.4f}")
+    print("correct:", result["correct"], *problems[:10], sep="\n  ")
+    if problems:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""The engine against set arithmetic and float64 scores, with both sets of stages."""
+
+import dataclasses
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from plaid_tilemaxsim.engine import SearchEngine, with_defaults
+from plaid_tilemaxsim.funnel import SearchParams
+from plaid_tilemaxsim.index.files import PlaidIndex, read_index
+from plaid_tilemaxsim.index.resident import load_resident
+from plaid_tilemaxsim.ops import reference
+from tests.synthetic import make_index
+
+# |ours - exact| at 32 unit query tokens. Kernels: half a step of the 16-bit centroid table (1.5e-5) and fp16 rounding
+# of weights and query (about 1e-5 a token) each times 32 at worst; torch: fp32 sums of a few hundred terms.
+BUDGET = {"triton": 2e-3, "torch": 2e-5}
+
+
+@dataclasses.dataclass
+class Case:
+    engine: SearchEngine
+    index: PlaidIndex
+    nbits: int
+
+    def queries(self, n: int, lq: int = 32) -> Tensor:
+        """Unit vectors near tokens of the index, so that candidates and thresholds mean something."""
+        ix = self.index
+        g = torch.Generator().manual_seed(n * 1000 + lq)
+        rows = torch.randint(0, ix.num_tokens, (n, lq), generator=g).flatten()
+        D = reference.decompress(
+            ix.codes()[rows], ix.residuals()[rows], ix.centroids, ix.bucket_weights, ix.nbits, torch.float32
+        )
+        noise = torch.randn(D.shape, generator=g) / D.size(1) ** 0.5
+        return torch.nn.functional.normalize(D + 0.7 * noise, dim=-1).view(n, lq, -1)
+
+    def exact(self, Q: Tensor) -> Tensor:
+        ix = self.index
+        return reference.residual_maxsim(
+            Q, ix.codes(), ix.residuals(), ix.centroids, ix.bucket_weights, ix.nbits, ix.offsets
+        )
+
+    def approximate(self, Q: Tensor, threshold: float | None) -> Tensor:
+        ix = self.index
+        return reference.centroid_maxsim(Q, ix.codes(), ix.centroids, ix.offsets, None, threshold)
+
+    def candidates(self, Q: Tensor, ncells: int) -> Tensor:
+        ix = self.index
+        cells = (ix.centroids.double() @ Q.double().T).topk(ncells, dim=0).indices.flatten().unique()
+        lists = [ix.ivf_pids[ix.ivf_offsets[c] : ix.ivf_offsets[c + 1]] for c in cells.tolist()]
+        return torch.cat(lists).unique()
+
+
+@pytest.fixture(scope="module", params=[("torch", 2), ("triton", 2), ("triton", 1), ("triton", 4)], ids=str)
+def case(request, tmp_path_factory):
+    impl, nbits = request.param
+    on_gpu = torch.cuda.is_available()
+    if on_gpu and impl == "torch":
+        pytest.skip("the torch stages run on the CPU; here the index is on a GPU")
+    path = make_index(tmp_path_factory.mktemp("index"), n=300, dim=64, nbits=nbits, seed=nbits)
+    index = read_index(path)
+    device = torch.device("cuda" if on_gpu else "cpu")
+    resident = load_resident(index, device)
+    if impl == "triton":  # kernels read fp16 centroids, also in the interpreter
+        resident = dataclasses.replace(resident, centroids=resident.centroids.half())
+    return Case(SearchEngine(resident, impl=impl), index, nbits)
+
+
+def check_scores(case: Case, Q: Tensor, found: tuple[Tensor, Tensor]) -> None:
+    pids, scores = found
+    true = case.exact(Q)[pids.long()]
+    assert (true - scores).abs().max() <= BUDGET[case.engine.impl]
+    assert (scores.diff() <= 0).all()
+    if len(scores) > 3:  # the same scores in another order are wrong
+        assert (true - scores.roll(1)).abs().max() > BUDGET[case.engine.impl]
+
+
+@pytest.mark.parametrize("ncells", [1, 3])
+@pytest.mark.parametrize("lq", [1, 5, 32])
+def test_candidates_are_the_union_of_the_probed_lists(case, ncells, lq):
+    for Q in case.queries(2, lq):
+        assert torch.equal(case.engine.candidates(Q, ncells).cpu(), case.candidates(Q, ncells))
+
+
+def test_exhaustive_finds_the_exact_top(case):
+    for Q in case.queries(2):
+        pids, scores = case.engine.search(Q, SearchParams(k=20, mode="exhaustive"))
+        check_scores(case, Q, (pids, scores))
+        best = case.exact(Q).topk(20).values
+        assert (best - scores).abs().max() <= BUDGET[case.engine.impl]
+
+
+def test_rerank_scores_every_candidate(case):
+    Q = case.queries(1)[0]
+    pids, scores = case.engine.search(Q, SearchParams(k=None, ncells=1, mode="rerank"))
+    assert torch.equal(pids.sort().values, case.candidates(Q, 1))
+    check_scores(case, Q, (pids, scores))
+
+
+@pytest.mark.parametrize(("threshold", "ndocs"), [(0.3, 64), (0.5, 40), (-1.0, 100), (0.99, 64)])
+def test_plaid_keeps_what_two_prunings_keep(case, threshold, ndocs):
+    compared = 0
+    for Q in case.queries(6):
+        pids, scores = case.engine.search(Q, SearchParams(k=None, ncells=2, threshold=threshold, ndocs=ndocs))
+        check_scores(case, Q, (pids, scores))
+        kept, clear = case.candidates(Q, 2).long(), True
+        for limit, cut in ((threshold, ndocs), (None, ndocs // 4)):
+            approximate = case.approximate(Q, limit)[kept]
+            order = approximate.sort(descending=True, stable=True)
+            # Sets are comparable where the cut is clear of rounding; equal scores go by pid.
+            clear &= len(kept) <= cut or not 0 < order.values[cut - 1] - order.values[cut] < 1e-3
+            kept = kept[order.indices[:cut].sort().values]
+        if clear:
+            compared += 1
+            assert torch.equal(pids.sort().values.long(), kept)
+    assert compared >= 3
+
+
+def test_two_pass_exhaustive_keeps_the_best_by_centroids(case):
+    Q = case.queries(1)[0]
+    pids, scores = case.engine.search(Q, SearchParams(k=5, mode="exhaustive", prefilter=50))
+    check_scores(case, Q, (pids, scores))
+    best = case.approximate(Q, None).topk(50)
+    slack = best.values[-1] - 1e-3
+    assert (case.approximate(Q, None)[pids.long()] >= slack).all()
+
+
+def test_given_pids_are_scored_with_duplicates_and_ties_by_pid(case):
+    Q = case.queries(1)[0]
+    given = [7, 3, 7, 250, 0]
+    pids, scores = case.engine.search(Q, SearchParams(k=10), pids=given)
+    assert sorted(pids.tolist()) == sorted(given)
+    check_scores(case, Q, (pids, scores))
+    assert torch.equal(case.engine.score_pids(Q[None], pids).cpu(), scores)
+    assert case.engine.search(Q, SearchParams(k=10), pids=[])[0].numel() == 0
+
+
+def test_each_passage_with_its_own_query(case):
+    Q = case.queries(3)
+    scores = case.engine.score_pids(Q, [5, 9, 200]).cpu()
+    want = torch.stack([case.exact(q)[p] for q, p in zip(Q, (5, 9, 200))])
+    assert (scores - want).abs().max() <= BUDGET["torch"]
+
+
+def test_filters_apply_before_pruning(case):
+    Q = case.queries(1)[0]
+    even = torch.arange(300) % 2 == 0
+    for mode in ("plaid", "rerank", "exhaustive"):
+        params = SearchParams(k=12, ncells=3, threshold=0.2, ndocs=80, mode=mode)
+        masked = case.engine.search(Q, params, allow=even)
+        listed = case.engine.search(Q, params, allow=even.nonzero()[:, 0])
+        called = case.engine.search(Q, params, filter_fn=lambda pids: pids[pids % 2 == 0])
+        assert (masked[0] % 2 == 0).all()
+        assert len(masked[0]) > 3
+        for other in (listed, called):
+            assert torch.equal(masked[0], other[0])
+            assert torch.equal(masked[1], other[1])
+    nothing = case.engine.search(Q, SearchParams(k=12), filter_fn=lambda pids: pids[:0])
+    assert nothing[0].numel() == nothing[1].numel() == 0
+
+
+def test_a_batch_equals_one_by_one(case):
+    Q = case.queries(11)
+    params = SearchParams(k=7, ncells=2, threshold=0.3, ndocs=64)
+    for q, (pids, scores) in zip(Q, case.engine.search_batch(Q, params), strict=True):
+        alone = case.engine.search(q, params)
+        assert torch.equal(alone[0], pids)
+        assert torch.equal(alone[1], scores)
+
+
+def test_more_query_tokens_than_take_part_in_pruning(case):
+    Q = case.queries(1, 40)[0]
+    short = SearchParams(k=None, ncells=1, threshold=0.3, ndocs=64, query_maxlen=32)
+    pids, scores = case.engine.search(Q, short)
+    first = case.engine.search(Q[:32], short)[0]
+    assert torch.equal(pids.sort().values, first.sort().values)
+    assert (case.exact(Q)[pids.long()] - scores).abs().max() <= BUDGET[case.engine.impl] * 40 / 32
+
+
+def test_threads_get_what_a_single_caller_gets(case):
+    Q = case.queries(4)
+    params = SearchParams(k=7, ncells=2, threshold=0.3, ndocs=64)
+    want = [case.engine.search(q, params) for q in Q]
+    wrong = []
+
+    def work(i: int) -> None:
+        pids, scores = case.engine.search(Q[i], params)
+        if not (torch.equal(pids, want[i][0]) and torch.equal(scores, want[i][1])):
+            wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i % 4,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda e: e.search(torch.ones(4, 63), SearchParams()), ValueError, "DIM 64"),
+        (lambda e: e.search(torch.ones(0, 64), SearchParams()), ValueError, "at least one query token"),
+        (lambda e: e.search(torch.full((4, 64), torch.nan), SearchParams()), ValueError, "finite"),
+        (lambda e: e.search(torch.ones(4, 64, dtype=torch.int32), SearchParams()), ValueError, "floating-point"),
+        (lambda e: e.search(torch.ones(4, 64), SearchParams(ncells=65)), ValueError, "64 centroids"),
+        (lambda e: e.search(torch.ones(4, 64), SearchParams(), pids=[3, 300]), IndexError, "0 .. 299, got 300"),
+        (lambda e: e.search(torch.ones(4, 64), SearchParams(), pids=[-1]), IndexError, "got -1"),
+        (lambda e: e.search(torch.ones(4, 64), SearchParams(), filter_fn=lambda p: p.tolist()), ValueError, "tensor"),
+        (lambda e: e.search(torch.ones(4, 64), SearchParams(), filter_fn=lambda p: p.long()), ValueError, "int32"),
+        (lambda e: e.search(torch.ones(4, 64), SearchParams(), allow=torch.ones(9).bool()), ValueError, "300"),
+        (lambda e: e.score_pids(torch.ones(2, 4, 64), [1, 2, 3]), ValueError, "3 pids, got 2"),
+    ],
+)
+def test_bad_calls_are_named(case, call, error, words):
+    with pytest.raises(error, match=words):
+        call(case.engine)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("k", 0), ("ncells", 0), ("ndocs", 3), ("mode", "fast"), ("prefilter", 0), ("k", 2.0)]
+)
+def test_bad_parameters_are_named(field, value):
+    with pytest.raises(ValueError, match=field):
+        SearchParams(**{field: value})
+
+
+def test_defaults_follow_k_and_explicit_values_win():
+    assert (with_defaults(10).ncells, with_defaults(10).threshold, with_defaults(10).ndocs) == (1, 0.5, 256)
+    assert (with_defaults(100).ncells, with_defaults(100).threshold, with_defaults(100).ndocs) == (2, 0.45, 1024)
+    assert (with_defaults(1000).ncells, with_defaults(1000).threshold, with_defaults(1000).ndocs) == (4, 0.4, 4096)
+    assert with_defaults(2000).ndocs == 8000
+    assert with_defaults(10, ncells=7, ndocs=None).ncells == 7
+
+
+def test_asking_for_an_implementation_the_device_lacks():
+    class Index:
+        device = torch.device("cuda")
+
+    with pytest.raises(ValueError, match="impl"):
+        SearchEngine(Index(), impl="torch")
+    with pytest.raises(ValueError, match="auto, triton or torch"):
+        SearchEngine(Index(), impl="cuda")

@@ -1,0 +1,1 @@
+"""Evaluation: data set -> index -> retrieve -> measure -> compare -> report."""

@@ -33,8 +33,10 @@ MAX_DIM = 1024
 class CentroidScores:
     """Scores of every centroid with every token of one query, as the MaxSim operations read them.
 
-    table      int16 ``[C, LQP]``: ``round(score / scale)``, LQP = LQ padded to a power of two >= 16 (padding
-               columns hold unspecified values); on CPU (and from impl="reference") fp32 ``[C, LQ]``
+    table      int16 ``[C + 1, LQP]``: row c < C is ``round(score / scale)``, LQP is LQ padded to a power of
+    two >= 16
+               (columns past LQ hold unspecified values), row C is -32768 ("no token"); on CPU and from
+               impl="reference" fp32 ``[C, LQ]``
     scale      fp32 ``[1]`` on the device: score = table * scale (1 for fp32 tables)
     LQ         number of query tokens
     keep       uint8 ``[C]``: 1 where the largest fp32 score over the LQ tokens is >= threshold; None
@@ -182,7 +184,7 @@ def residual_maxsim(
     _require("DIM", DIM % (8 // nbits) == 0, f"a multiple of {8 // nbits} at {nbits} bits", DIM)
     _check("codes", codes, (None,), (torch.int32,), device)
     on_host = device.type == "cuda" and residuals.device.type == "cpu"
-    _require("residuals", not on_host or residuals.is_pinned(), f"{device} or pinned memory", "pageable memory")
+    _require("residuals", not on_host or residuals.is_pinned(), f"{device} or pinned", "pageable memory")
     home = residuals.device if on_host else device
     _check("residuals", residuals, (codes.size(0), DIM * nbits // 8), (torch.uint8,), home)
     _check("inv_norms", inv_norms, (codes.size(0),), (torch.uint16, torch.float32), device)

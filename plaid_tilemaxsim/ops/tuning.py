@@ -1,10 +1,92 @@
-"""Block choices, as plain host functions of the chip and the shape."""
+"""Block choices: plain functions of the chip and the shape, nothing measured at run time.
+
+``arch`` is the compute capability as one number (80, 89, 90, 100). The choices were measured on sm_90
+(H200) where a comment says so; for the others they are a best guess from shared memory, registers and
+bandwidth per multiprocessor.
+"""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+# Programs that stand for "a multiple of the multiprocessors" in the interpreter, which runs them one by one.
+_INTERPRETER_SMS = 3
 
 
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter (on CPU tensors): set before the kernels are imported."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@lru_cache
+def _properties(index: int) -> tuple[int, int]:
+    properties = torch.cuda.get_device_properties(index)
+    return properties.major * 10 + properties.minor, properties.multi_processor_count
+
+
+def _device_properties(device: torch.device) -> tuple[int, int]:
+    if device.type != "cuda":
+        return 90, _INTERPRETER_SMS
+    return _properties(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def arch(device: torch.device) -> int:
+    """Compute capability of a CUDA device, for example 90; the interpreter takes the choices of 90."""
+    return _device_properties(device)[0]
+
+
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device (a small number for the interpreter)."""
+    return _device_properties(device)[1]
+
+
+def dim_block(DIM: int, largest: int) -> int:
+    """Largest power of two in 16..``largest`` that divides DIM, else the smallest that covers most of it."""
+    block = largest
+    while block > 16 and DIM % block:
+        block //= 2
+    return block if DIM % block == 0 else min(32, largest)
+
+
+@dataclass(frozen=True)
+class CentroidScoresBlocks:
+    BLOCK_C: int
+    BLOCK_Q: int
+    BLOCK_D: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+
+def centroid_scores_blocks(arch: int, LQP: int, DIM: int) -> CentroidScoresBlocks:
+    """BLOCK_C x BLOCK_D fp16 per stage: 32 KB at DIM = 128, so two programs fit an SM of 99 KB (sm_89) at 2 stages."""
+    return CentroidScoresBlocks(
+        BLOCK_C=128,
+        BLOCK_Q=min(LQP, 32),
+        BLOCK_D=dim_block(DIM, 128),
+        num_warps=8,
+        num_stages=2,
+        programs_per_sm=2,
+    )
+
+
+@dataclass(frozen=True)
+class CentroidBlocks:
+    BLOCK_Q: int
+    BLOCK_N: int
+    PACKED: bool
+    programs_per_sm: int
+
+
+def centroid_blocks(arch: int, LQP: int) -> CentroidBlocks:
+    """Single-warp programs; a tile of rows is BLOCK_N x BLOCK_Q x 2 bytes of registers (32 per thread at 64 x 32)."""
+    return CentroidBlocks(
+        BLOCK_Q=min(LQP, 64),
+        BLOCK_N=64 if LQP <= 32 else 32,
+        PACKED=arch >= 90 and not interpreted(),
+        programs_per_sm=24 if arch in (80, 90, 100) else 16,
+    )

@@ -292,9 +292,7 @@ def _check_chunk_files(folder: Path, num_chunks: int, metadata_file: Path) -> No
         raise invalid(metadata_file, "num_chunks", expected, f"chunks {got}")
 
 
-def _read_chunk(
-    folder: Path, number: int, pid_start: int, token_start: int, width: int
-) -> tuple[Chunk, Tensor]:
+def _read_chunk(folder: Path, number: int, pid_start: int, token_start: int, width: int) -> tuple[Chunk, Tensor]:
     """A chunk and its doclens, int32 [num_passages]; width: bytes of a residual row."""
     codes_file, residuals_file, metadata_file, doclens_file = _chunk_files(folder, number)
     codes = check_tensor(_load(codes_file), codes_file, "codes", (torch.int32,), (None,))

@@ -106,8 +106,7 @@ def test_build_pid_lists(stock: Path, cuts: list[int]) -> None:
     index = read_index(stock)
     bounds = [0, *cuts]
     runs = [
-        (index.codes()[index.offsets[a] : index.offsets[b]], index.doclens[a:b])
-        for a, b in itertools.pairwise(bounds)
+        (index.codes()[index.offsets[a] : index.offsets[b]], index.doclens[a:b]) for a, b in itertools.pairwise(bounds)
     ]
     pids, offsets = build_pid_lists(runs, C)
     assert torch.equal(pids, index.ivf_pids)
@@ -292,14 +291,8 @@ DAMAGE: list[tuple[Break, str, str, str]] = [
         "0, 1",
     ),
     (lambda f: shutil.copy(f / "2.codes.pt", f / "3.codes.pt"), "metadata.json", "num_chunks", "0, 1, 2, 3"),
-    *[
-        (truncate(name), name, "content", "torch.save")
-        for name in ("0.codes.pt", "1.residuals.pt", "centroids.pt")
-    ],
-    *[
-        (write(name, b""), name, "content", "torch.save")
-        for name in ("0.codes.pt", "ivf.pid.pt", "buckets.pt")
-    ],
+    *[(truncate(name), name, "content", "torch.save") for name in ("0.codes.pt", "1.residuals.pt", "centroids.pt")],
+    *[(write(name, b""), name, "content", "torch.save") for name in ("0.codes.pt", "ivf.pid.pt", "buckets.pt")],
     *[
         (truncate(name), name, "content", "valid JSON")
         for name in ("metadata.json", "doclens.1.json", "0.metadata.json")
@@ -432,9 +425,7 @@ DAMAGE: list[tuple[Break, str, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("damage", "file", "field", "rest"), DAMAGE, ids=[f"{i}-{d[1]}" for i, d in enumerate(DAMAGE)]
-)
+@pytest.mark.parametrize(("damage", "file", "field", "rest"), DAMAGE, ids=[f"{i}-{d[1]}" for i, d in enumerate(DAMAGE)])
 def test_damage_is_refused_by_name(
     folder: Path, damage: Break, file: str, field: str, rest: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -483,9 +474,7 @@ def test_any_byte_may_be_wrong(stock: Path, tmp_path: Path, name: str, data: st.
     content = bytearray((folder / name).read_bytes())
     # The structure of a zip lies at both ends.
     near = st.integers(0, min(len(content) - 1, 700))
-    for place in data.draw(
-        st.lists(st.tuples(near, st.booleans(), st.integers(0, 255)), min_size=1, max_size=4)
-    ):
+    for place in data.draw(st.lists(st.tuples(near, st.booleans(), st.integers(0, 255)), min_size=1, max_size=4)):
         content[place[0] if place[1] else -1 - place[0]] = place[2]
     if data.draw(st.booleans()):
         del content[data.draw(st.integers(0, len(content) - 1)) :]

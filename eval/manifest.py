@@ -1,0 +1,100 @@
+"""Identity of results: what a stage was made from, and on what. A stage counts only when all of it was written."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from eval.cache import atomic_folder, read_json, sha256_file, sha256_json, sha256_strings, versions, write_json
+
+ROOT = Path(__file__).resolve().parent.parent
+MANIFEST = "manifest.json"
+PACKAGES = ("torch", "triton", "colbert-ai", "transformers", "numpy", "faiss-cpu", "faiss-gpu", "ir_measures")
+
+
+def source_digest(*paths: str) -> str:
+    """sha256 over names and contents of the Python files at or below the given paths of the checkout."""
+    files: list[Path] = []
+    for path in paths:
+        full = ROOT / path
+        files += sorted(full.rglob("*.py")) if full.is_dir() else [full]
+    return sha256_strings(part for file in files for part in (str(file.relative_to(ROOT)), sha256_file(file)))
+
+
+def commit() -> str | None:
+    """Commit of the checkout, with "-dirty" when tracked files differ from it; None where that is unknown."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
+        if head.returncode != 0:
+            return None
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True).returncode
+    except FileNotFoundError:  # no git executable: results stay usable without their commit
+        return None
+    return head.stdout.strip() + ("-dirty" if changed else "")
+
+
+def cpu_model() -> str:
+    """Name of the processor as /proc/cpuinfo gives it, else what Python's platform module knows."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def machine() -> dict[str, Any]:
+    """What a timing depends on: processor, threads, GPUs. Imports torch."""
+    import torch
+
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return {
+        "cpu": cpu_model(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpus": [{"name": gpu.name, "memory_bytes": gpu.total_memory} for gpu in gpus],
+        "cuda": torch.version.cuda,
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Machine, versions, commit and time, as recorded beside every result."""
+    return {
+        "machine": machine(),
+        "platform": platform.platform(),
+        "versions": versions(*PACKAGES),
+        "commit": commit(),
+        "argv": sys.argv,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def is_complete(folder: Path, inputs: Mapping[str, Any]) -> bool:
+    """True if `folder` holds a finished stage made from exactly these inputs."""
+    path = folder / MANIFEST
+    return path.exists() and read_json(path)["key"] == sha256_json(dict(inputs))
+
+
+@contextmanager
+def stage(folder: Path, inputs: Mapping[str, Any]) -> Iterator[Path]:
+    """A temporary folder to write a stage's files into; it becomes `folder` when the block ends without error.
+
+    `inputs` (plain JSON) is what `is_complete` compares; `manifest.json` records it with the environment.
+    """
+    started = time.perf_counter()
+    with atomic_folder(folder) as temporary:
+        yield temporary
+        write_json(temporary / MANIFEST, {
+            "key": sha256_json(dict(inputs)),
+            "inputs": dict(inputs),
+            "seconds": time.perf_counter() - started,
+            "environment": environment(),
+        })  # fmt: skip

@@ -194,10 +194,11 @@ def residual_maxsim(
     inverse_norms = (inv_norms, inv_norm_lo, inv_norm_step)
     if chosen == "triton":
         _int16_table(cs)
-        from . import tuning
+        from . import residual_kernel
 
-        launch = tuning.residual_launcher(device, nbits, DIM, cs.LQ)
-        launch(Q, cs, codes, residuals, *inverse_norms, bucket_weights, nbits, offsets, pids, out, count)
+        residual_kernel.residual_maxsim(
+            Q, cs, codes, residuals, *inverse_norms, bucket_weights, nbits, offsets, pids, out, count
+        )
         return out
     n = _host_count(out, count)
     selected = None if pids is None else pids[:n]

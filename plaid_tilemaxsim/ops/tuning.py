@@ -90,3 +90,38 @@ def centroid_blocks(arch: int, LQP: int) -> CentroidBlocks:
         PACKED=arch >= 90 and not interpreted(),
         programs_per_sm=24 if arch in (80, 90, 100) else 16,
     )
+
+
+@dataclass(frozen=True)
+class ResidualBlocks:
+    BLOCK_N: int
+    BLOCK_Q: int
+    BLOCK_P: int
+    KEEP_Q: bool
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+
+def residual_blocks(arch: int, nbits: int, DIM: int, LQP: int) -> ResidualBlocks:
+    """The portable kernel. Up to DIM 128 and 32 columns the query's fragments fit one warp's registers (64 of them)."""
+    PD = DIM * nbits // 8
+    if DIM <= 128:
+        return ResidualBlocks(
+            BLOCK_N=32,
+            BLOCK_Q=min(LQP, 32),
+            BLOCK_P=max(16, 1 << (PD - 1).bit_length()),
+            KEEP_Q=True,
+            num_warps=1,
+            num_stages=1,
+            programs_per_sm=16 if arch in (80, 90, 100) else 12,
+        )
+    return ResidualBlocks(
+        BLOCK_N=64,
+        BLOCK_Q=min(LQP, 32),
+        BLOCK_P=dim_block(PD, 32),
+        KEEP_Q=False,
+        num_warps=4,
+        num_stages=2,
+        programs_per_sm=4,
+    )

@@ -26,7 +26,8 @@ class ScorerConfig:
                 "exhaustive": the whole index is scored, no candidates are generated
     placement   of residuals when searching on a GPU: "gpu", "host" (pinned memory), "auto" (by free memory)
     impl        "triton" (GPU kernels), "torch" (CPU), "auto" (by device). Never falls back
-    verify      of the index files at load: "full" reads all codes and lists, "structure" does not
+    verify      of the index files before they are laid out: "structure" checks shapes and counts, "full" codes and
+                lists too (which are checked at load in any case)
     prefilter   in mode "exhaustive", the number of passages that centroid scores alone keep for exact
                 scoring; None scores all exactly
 
@@ -37,7 +38,7 @@ class ScorerConfig:
     mode: str = "plaid"
     placement: str = "auto"
     impl: str = "auto"
-    verify: str = "full"
+    verify: str = "structure"
     prefilter: int | None = None
 
     def __post_init__(self) -> None:

@@ -10,16 +10,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import gc
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 from plaid_tilemaxsim import compat
-from plaid_tilemaxsim.config import SCORERS, ScorerConfig, check_scorer
+from plaid_tilemaxsim.config import ScorerConfig, check_scorer
 
 logger = logging.getLogger("plaid_tilemaxsim")
 
@@ -29,6 +29,8 @@ FIELDS = ("scorer", "scorer_options")
 _MISSING = object()
 _lock = threading.RLock()
 _installed: _Changes | None = None
+# Configs that say something else than the default, by id: ``disable`` takes it from them.
+_flagged: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _defaults: dict[str, Any] = {"scorer": "plaid", "scorer_options": None}
 
 
@@ -176,25 +178,25 @@ def _register_fields(changes: _Changes, defaults: Mapping[str, Any]) -> None:
 
 def _config_methods(cls: Any, defaults: Mapping[str, Any]) -> dict[str, Callable[..., Any]]:
     """Methods of ColBERTConfig that check the two fields when they are set, and keep them out of what stock reads."""
+    from colbert.infra.config.core_config import DefaultVal
 
-    def check(name: str, value: Any) -> None:
-        if name == "scorer" and not _has_registry():
-            check_scorer(value)
-        elif name == "scorer_options":
-            ScorerConfig.from_options(value)
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        if name in FIELDS and not isinstance(value, DefaultVal):
+            # Where colbert-ai has a registry, other scorers may be installed, with options of their own.
+            ours = not _has_registry() or vars(self).get("scorer") == "tilemaxsim"
+            if name == "scorer_options" and ours:
+                ScorerConfig.from_options(value)
+            elif name == "scorer" and not _has_registry():
+                check_scorer(value)
+            if value != defaults[name]:
+                _flagged[id(self)] = self
+        super(cls, self).__setattr__(name, value)
 
     def __post_init__(self: Any) -> None:
         super(cls, self).__post_init__()
         for name in FIELDS:
             if name not in self.assigned:
                 setattr(self, name, copy.deepcopy(defaults[name]))
-        check("scorer", self.scorer)
-        if self.scorer in SCORERS:
-            check("scorer_options", self.scorer_options)
-
-    def set(self: Any, key: str, value: Any, ignore_unrecognized: bool = False) -> Any:
-        check(key, value)
-        return super(cls, self).set(key, value, ignore_unrecognized)
 
     def export(self: Any) -> dict[str, Any]:
         """Without the two fields unless they were assigned: an index made meanwhile reads as stock wrote it."""
@@ -213,7 +215,8 @@ def _config_methods(cls: Any, defaults: Mapping[str, Any]) -> dict[str, Callable
             return (_make_config, (dict(defaults), make, args), state, *rest)
         return (make, args, {name: value for name, value in state.items() if name not in FIELDS}, *rest)
 
-    return {"__post_init__": __post_init__, "set": set, "export": export, "__reduce_ex__": __reduce_ex__}
+    methods = (__setattr__, __post_init__, export, __reduce_ex__)
+    return {method.__name__: method for method in methods}
 
 
 def _make_config(defaults: Mapping[str, Any], make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -221,7 +224,9 @@ def _make_config(defaults: Mapping[str, Any], make: Callable[..., Any], args: tu
     with _lock:
         if not is_enabled():
             enable(**defaults)
-    return make(*args)
+    config = make(*args)
+    _flagged[id(config)] = config
+    return config
 
 
 def _has_registry() -> bool:
@@ -288,13 +293,14 @@ def _wrap_dense_search(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forget_flags() -> None:
-    """Takes the two fields from every config: ``from_existing`` fails on an assigned name that is no field."""
+    """Takes the two fields from the configs that have them: ``from_existing`` fails on a name that is no field."""
     from colbert.infra.config import ColBERTConfig
 
+    configs = list(_flagged.values())
+    _flagged.clear()
     if any(field.name in FIELDS for field in dataclasses.fields(ColBERTConfig)):
         return  # this colbert-ai has them by itself
-    for config in gc.get_objects():
-        if type(config) is ColBERTConfig:
-            for name in FIELDS:
-                vars(config).pop(name, None)
-                config.assigned.pop(name, None)
+    for config in configs:
+        for name in FIELDS:
+            vars(config).pop(name, None)
+            config.assigned.pop(name, None)

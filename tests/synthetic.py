@@ -38,6 +38,7 @@ def make_index(
     max_doclen: int = 60,
     empty: float = 0.02,
     chunk_size: int = 128,
+    common: float = 0.0,
     checkpoint: str | Path | None = None,
     collection: str | Path | None = None,
 ) -> Path:
@@ -45,6 +46,8 @@ def make_index(
 
     Lengths are lognormal in `[1, max_doclen]`; a share `empty` of the passages has no token (removed).
     The last centroid owns no token, so one inverted list is empty. A chunk holds `chunk_size` passages.
+    `common` > 0 adds that much of one direction to all vectors: from 2 on all similarities are positive, and stock's
+    CPU scores, which clamp maxima at 0, mean the same as ours.
     `checkpoint` and `collection` are only recorded in the metadata.
     """
     path = Path(path)
@@ -55,14 +58,13 @@ def make_index(
     lengths[torch.rand(n, generator=gen) < empty] = 0
     T = int(lengths.sum())
 
-    centroids = normalize(torch.randn(C, dim, generator=gen), dim=-1).half()
+    direction = normalize(torch.randn(dim, generator=gen), dim=-1) * dim**0.5
+    centroids = normalize(torch.randn(C, dim, generator=gen) + common * direction, dim=-1).half()
     # a passage is about four centroids, so that candidate generation and pruning have something to find
     topics = torch.randint(0, max(C - 1, 1), (n, 4), generator=gen)
     owner = torch.repeat_interleave(torch.arange(n), lengths)
     topic = topics[owner, torch.randint(0, 4, (T,), generator=gen)]
-    embeddings = normalize(
-        centroids[topic].float() + torch.randn(T, dim, generator=gen) * 0.6 / dim**0.5, dim=-1
-    )
+    embeddings = normalize(centroids[topic].float() + torch.randn(T, dim, generator=gen) * 0.6 / dim**0.5, dim=-1)
 
     codes = (embeddings @ centroids[: max(C - 1, 1)].float().T).argmax(-1).int()
     residuals = embeddings - centroids[codes.long()].float()
@@ -140,15 +142,10 @@ def make_collection(n: int = 300, seed: int = 0) -> list[str]:
     """`n` passages of 5 to 40 words of `WORDS`."""
     gen = torch.Generator().manual_seed(seed)
     sizes = torch.randint(5, 41, (n,), generator=gen).tolist()
-    return [
-        " ".join(WORDS[i] for i in torch.randint(0, len(WORDS), (size,), generator=gen).tolist())
-        for size in sizes
-    ]
+    return [" ".join(WORDS[i] for i in torch.randint(0, len(WORDS), (size,), generator=gen).tolist()) for size in sizes]
 
 
-def make_checkpoint(
-    path: str | Path, dim: int = 64, seed: int = 0, *, hidden: int = 64, layers: int = 2
-) -> Path:
+def make_checkpoint(path: str | Path, dim: int = 64, seed: int = 0, *, hidden: int = 64, layers: int = 2) -> Path:
     """Write a ColBERT checkpoint under `path`: a random BERT, its projection, a tokenizer of `WORDS`."""
     from safetensors.torch import save_file
     from transformers import BertConfig, BertModel
@@ -170,9 +167,7 @@ def make_checkpoint(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        weights = {
-            f"bert.{name}": tensor.contiguous() for name, tensor in BertModel(config).state_dict().items()
-        }
+        weights = {f"bert.{name}": tensor.contiguous() for name, tensor in BertModel(config).state_dict().items()}
         weights["linear.weight"] = torch.randn(dim, hidden) / hidden**0.5
     config.save_pretrained(path)
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})

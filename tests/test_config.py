@@ -1,0 +1,66 @@
+"""ScorerConfig: what a user may ask for, and what he is told otherwise."""
+
+import dataclasses
+
+import pytest
+
+from plaid_tilemaxsim.config import ScorerConfig, check_scorer
+
+
+def test_defaults():
+    assert ScorerConfig.from_options(None) == ScorerConfig.from_options({}) == ScorerConfig()
+    assert ScorerConfig().mode == "plaid"
+
+
+def test_options_are_taken():
+    config = ScorerConfig.from_options({"mode": "exhaustive", "prefilter": 4096, "placement": "host"})
+    assert (config.mode, config.prefilter, config.placement) == ("exhaustive", 4096, "host")
+    assert ScorerConfig.from_options(config) == config
+
+
+def test_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ScorerConfig().mode = "rerank"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"moed": "plaid"}, r"expected names from \['mode', .*'prefilter'\], got 'moed'"),
+        ({"mode": "fast"}, r"mode: expected one of \['plaid', 'rerank', 'exhaustive'\], got 'fast'"),
+        ({"placement": "cpu"}, "placement: expected one of"),
+        ({"impl": None}, "impl: expected one of"),
+        ({"mode": ["plaid"]}, "mode: expected one of"),
+        ({"verify": True}, "verify: expected one of"),
+        ({"mode": "exhaustive", "prefilter": 0}, "prefilter: expected None or an integer >= 1, got 0"),
+        ({"mode": "exhaustive", "prefilter": True}, "prefilter: .* got True"),
+        ({"prefilter": 100}, "prefilter: expected None in mode 'plaid', got 100"),
+        ("exhaustive", "scorer_options: expected a dict or None, got str"),
+    ],
+)
+def test_unknown_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        ScorerConfig.from_options(options)
+
+
+def test_environment_sets_defaults(monkeypatch):
+    monkeypatch.setenv("PLAID_TILEMAXSIM_MODE", "exhaustive")
+    monkeypatch.setenv("PLAID_TILEMAXSIM_PREFILTER", "64")
+    monkeypatch.setenv("PLAID_TILEMAXSIM_PLACEMENT", "")
+    assert ScorerConfig.from_options(None) == ScorerConfig(mode="exhaustive", prefilter=64)
+    assert ScorerConfig.from_options({"prefilter": 8}).prefilter == 8
+
+
+@pytest.mark.parametrize(("variable", "value"), [("MODE", "fast"), ("PREFILTER", "many")])
+def test_environment_is_checked(monkeypatch, variable, value):
+    monkeypatch.setenv(f"PLAID_TILEMAXSIM_{variable}", value)
+    with pytest.raises(ValueError, match=f"{variable.lower()}.*expected|{variable}: expected"):
+        ScorerConfig.from_options(None)
+
+
+def test_scorer_names():
+    assert check_scorer(None) == check_scorer("plaid") == "plaid"
+    assert check_scorer("tilemaxsim") == "tilemaxsim"
+    for wrong in ("tilemaxism", "PLAID", "", 1, ["plaid"]):
+        with pytest.raises(ValueError, match=r"scorer: expected one of \['plaid', 'tilemaxsim'\], got"):
+            check_scorer(wrong)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -13,11 +15,20 @@ LOADERS = (
 
 
 def main() -> int:
+    # Each child leads a process group, so that its compilers end with it.
     children = [
-        subprocess.Popen([sys.executable, "-c", f"{loader}; Stock.try_load_torch_extensions(False)"])
+        subprocess.Popen(
+            [sys.executable, "-c", f"{loader}; Stock.try_load_torch_extensions(False)"], start_new_session=True
+        )
         for loader in LOADERS
     ]
-    return max(abs(child.wait()) for child in children)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        return max(abs(child.wait()) for child in children)
+    finally:
+        for child in children:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -164,13 +164,18 @@ class TileMaxSimScorer(IndexScorer):
         options = options_of(config)
         Q = _check_queries(Q)
         engine = self._get_engine(options)
-        pids = _as_pids(pids).to(engine.device, torch.int32)
+        wanted = _as_pids(pids)
         if centroid_scores is None or options.mode != "plaid":
-            return engine.score_pids(Q, pids), pids
+            scores = engine.score_pids(Q, wanted)
+            return scores, wanted.to(engine.device, torch.int32)
         if Q.size(0) != 1:
             raise ValueError(f"Q: expected 1 query to prune pids by centroid_scores, got {Q.size(0)}")
         params = self._params(config, options, None, (), given=False)
-        kept, scores = engine.search(Q[0], params, filter_fn=lambda _: pids)
+        outside = wanted[(wanted < 0) | (wanted >= engine.index.num_passages)]
+        if outside.numel():
+            raise IndexError(f"pids: expected 0 .. {engine.index.num_passages - 1}, got {outside[0].item()}")
+        candidates = wanted.to(engine.device, torch.int32)
+        kept, scores = engine.search(Q[0], params, filter_fn=lambda _: candidates)
         return scores.to(engine.device), kept.to(engine.device)
 
     def retrieve(self, config: Any, Q: Tensor) -> tuple[Tensor, Tensor]:

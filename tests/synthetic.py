@@ -120,9 +120,9 @@ def make_index(
         "checkpoint": None if checkpoint is None else str(checkpoint),
         "collection": None if collection is None else str(collection),
     }
-    common = {"config": config, "num_chunks": len(starts), "num_partitions": C}
-    plan = {**common, "num_embeddings_est": float(T), "avg_doclen_est": T / n}
-    metadata = {**common, "num_embeddings": T, "avg_doclen": T / n}
+    shared = {"config": config, "num_chunks": len(starts), "num_partitions": C}
+    plan = {**shared, "num_embeddings_est": float(T), "avg_doclen_est": T / n}
+    metadata = {**shared, "num_embeddings": T, "avg_doclen": T / n}
     (path / "plan.json").write_text(json.dumps(plan, indent=4) + "\n")
     (path / "metadata.json").write_text(json.dumps(metadata, indent=4) + "\n")
     return path

@@ -25,9 +25,7 @@ DATA_VARIABLE = "PLAID_TILEMAXSIM_DATA"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow (the full matrices)")
-    parser.addoption(
-        "--gpu", action="store_true", help="run only the tests marked gpu; an error without CUDA"
-    )
+    parser.addoption("--gpu", action="store_true", help="run only the tests marked gpu; an error without CUDA")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -6,6 +6,15 @@ The patch files lie in the top-level folder ``patches/`` of the source tree, and
 once installed.
 """
 
-from plaid_tilemaxsim.patches.series import Change, Series, apply, find_target, load_series, revert, status
+from plaid_tilemaxsim.patches.series import (
+    Change,
+    Series,
+    apply,
+    find_target,
+    load_series,
+    patch_states,
+    revert,
+    status,
+)
 
-__all__ = ["Change", "Series", "apply", "find_target", "load_series", "revert", "status"]
+__all__ = ["Change", "Series", "apply", "find_target", "load_series", "patch_states", "revert", "status"]

@@ -79,9 +79,7 @@ def parse(patch: bytes, name: str) -> tuple[FileDiff, ...]:
         lines = chunk.splitlines(keepends=True)
         file, index = _FILE.match(lines[0]), _INDEX.match(lines[1])
         if file is None or index is None:
-            raise ValueError(
-                f"{name}: expected a diff of one existing file with full sha256 ids, got {lines[:2]!r}"
-            )
+            raise ValueError(f"{name}: expected a diff of one existing file with full sha256 ids, got {lines[:2]!r}")
         diffs.append(
             FileDiff(
                 path=file["path"].decode(),

@@ -34,9 +34,7 @@ class Series:
             for diff in diffs:
                 chain = chains.setdefault(diff.path, [])
                 if chain and chain[-1].after != diff.before:
-                    raise ValueError(
-                        f"{name}: {diff.path}: expected a diff of {chain[-1].after}, got {diff.before}"
-                    )
+                    raise ValueError(f"{name}: {diff.path}: expected a diff of {chain[-1].after}, got {diff.before}")
                 chain.append(diff)
         return chains
 
@@ -74,16 +72,12 @@ def find_target(target: str | os.PathLike[str] | None = None) -> tuple[Path, str
     if target is None:
         spec = importlib.util.find_spec("colbert")
         if spec is None or spec.origin is None:
-            raise ValueError(
-                "colbert-ai: expected an installed package, got none; pip install colbert-ai==0.2.22"
-            )
+            raise ValueError("colbert-ai: expected an installed package, got none; pip install colbert-ai==0.2.22")
         root = Path(spec.origin).parents[1]
     else:
         root = Path(target).resolve()
         if not (root / "colbert" / "__init__.py").is_file():
-            raise ValueError(
-                f"{root}: expected a folder that holds colbert/__init__.py (a checkout or site-packages)"
-            )
+            raise ValueError(f"{root}: expected a folder that holds colbert/__init__.py (a checkout or site-packages)")
     versions = set(_versions(root))
     if len(versions) != 1:
         raise ValueError(

@@ -1,0 +1,143 @@
+"""What gets installed: the wheel, the source archive, and the files that must agree about them."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import plaid_tilemaxsim
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def metadata() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+def listed(text: str) -> list[str]:
+    return [line for line in text.strip().splitlines() if line and not line.startswith("#")]
+
+
+def name_of(requirement: str) -> str:
+    return re.split(r"[\s;<>=\[]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+
+
+def test_every_package_is_listed(metadata: configparser.ConfigParser) -> None:
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "plaid_tilemaxsim").rglob("*.py")}
+    found = {".".join(folder.parts) for folder in folders}
+    assert set(listed(metadata["options"]["packages"])) == found | {"plaid_tilemaxsim.patches.data"}
+
+
+def test_version_is_stated_once(metadata: configparser.ConfigParser) -> None:
+    assert metadata["metadata"]["version"] == plaid_tilemaxsim.__version__
+    assert f"## [{plaid_tilemaxsim.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_direct_requirements_are_pinned(metadata: configparser.ConfigParser) -> None:
+    pins = {
+        name_of(line)
+        for file in (ROOT / "constraints").glob("*.txt")
+        for line in listed(file.read_text())
+        if not line.startswith("-c ")
+    }
+    wanted = listed(metadata["options"]["install_requires"])
+    for extra, lines in metadata["options.extras_require"].items():
+        if extra != "gpu":  # the GPU environment keeps what is there
+            wanted += listed(lines)
+    assert {name_of(line) for line in wanted} <= pins
+
+
+def test_import_is_light() -> None:
+    heavy = "{'torch', 'triton', 'colbert', 'numpy', 'transformers'}"
+    code = f"import plaid_tilemaxsim, sys; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(wheel, sdist), built from a copy of the sources so that nothing is left in the checkout."""
+    folder = tmp_path_factory.mktemp("build")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("plaid_tilemaxsim", "patches", "tests", "eval", "scripts"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    code = (
+        "import sys; from setuptools import build_meta;"
+        "folder = sys.argv[1];"  # the builds overwrite sys.argv
+        "build_meta.build_sdist(folder); build_meta.build_wheel(folder)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], cwd=source, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    return wheel, sdist
+
+
+def test_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[0]) as wheel:
+        names = set(wheel.namelist())
+        (info,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
+        message = Parser().parsestr(wheel.read(f"{info}/METADATA").decode())
+        entry_points = wheel.read(f"{info}/entry_points.txt").decode()
+    assert {name.split("/")[0] for name in names} == {"plaid_tilemaxsim", info}
+    data = {path.relative_to(ROOT).as_posix() for path in (ROOT / "patches").rglob("*") if path.is_file()}
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "plaid_tilemaxsim").rglob("*.py")}
+    wanted = sources | {f"plaid_tilemaxsim/patches/data/{name.removeprefix('patches/')}" for name in data}
+    assert {name for name in names if not name.startswith(info)} == wanted | {"plaid_tilemaxsim/py.typed"}
+    assert message["Name"] == "plaid-tilemaxsim"
+    assert message["License"] == "Apache-2.0"
+    assert {"gpu", "cpu", "eval", "dev"} <= set(message.get_all("Provides-Extra", []))
+    assert "plaid-tilemaxsim = plaid_tilemaxsim.cli:main" in entry_points
+    assert "tilemaxsim = plaid_tilemaxsim.scorer:TileMaxSimScorer" in entry_points
+
+
+def test_sdist_holds_what_the_wheel_is_built_from(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[0]) as wheel:
+        names = [name for name in wheel.namelist() if name.startswith("plaid_tilemaxsim/")]
+    with tarfile.open(built[1]) as sdist:
+        held = {member.name.split("/", 1)[-1] for member in sdist.getmembers()}
+    for name in names:
+        assert name.replace("plaid_tilemaxsim/patches/data/", "patches/") in held
+    assert {"LICENSE", "README.md", "setup.cfg", "pyproject.toml"} <= held
+
+
+def test_patches_work_from_the_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    with zipfile.ZipFile(built[0]) as wheel:
+        wheel.extractall(site)
+    command = [sys.executable, "-m", "plaid_tilemaxsim.patches", "status"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(site)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    count = len(list((ROOT / "patches").rglob("*.patch")))
+    assert f"of {count} patches applied" in done.stdout
+
+
+def test_no_file_names_a_private_path() -> None:
+    """Sources and documents must not speak of folders that exist on one machine only."""
+    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    if not names:
+        pytest.skip("not a git checkout")
+    for name in names:
+        file = ROOT / name
+        if file.suffix in (".py", ".md", ".sh", ".cfg", ".toml", ".txt") and file.is_file():
+            found = re.search(r"(?<![\w.])/(?:home|work|Users)/\w+", file.read_text(encoding="utf-8"))
+            assert found is None, f"{name}: {found and found[0]}"

@@ -20,8 +20,9 @@ die() {
 }
 
 find_python() {
-    local candidate
-    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10}; do
+    local candidate candidates=(python3 python3.13 python3.12 python3.11 python3.10)
+    [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+    for candidate in "${candidates[@]}"; do
         if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
             python=$candidate
             return
@@ -56,9 +57,14 @@ make_venv() {
 }
 
 pip_install() {
-    "$venv/bin/python" -m pip install --disable-pip-version-check "$@" >"$log" 2>&1 && return
-    tail -n 25 "$log" >&2
-    die "pip install $* failed; the end of its output is above, all of it in $log." \
+    local pip=("$venv/bin/python" -m pip install --disable-pip-version-check)
+    if [ -t 1 ]; then
+        "${pip[@]}" "$@" && return # with its progress bars
+    else
+        "${pip[@]}" "$@" >"$log" 2>&1 && return
+        tail -n 25 "$log" >&2
+    fi
+    die "pip install $* failed; its output is above." \
         "Without network: check that 'python3 -m pip download tqdm' works; behind a proxy set HTTPS_PROXY, with a" \
         "mirror set PIP_INDEX_URL. 'No space left': set PLAID_TILEMAXSIM_VENV and TMPDIR to a larger disk."
 }
@@ -71,8 +77,10 @@ install_torch_cpu() {
     fi
     local wanted="torch==$torch_version+cpu" index
     for index in "" "--extra-index-url=https://download.pytorch.org/whl/cpu"; do
-        # shellcheck disable=SC2086
-        "$venv/bin/python" -m pip install --disable-pip-version-check $index "$wanted" >"$log" 2>&1 && return
+        if "$venv/bin/python" -m pip install --dry-run --no-deps ${index:+"$index"} "$wanted" >"$log" 2>&1; then
+            pip_install ${index:+"$index"} "$wanted"
+            return
+        fi
     done
     note "The CPU build $wanted is not to be had from here; installing torch==$torch_version as PyPI has it" \
         "(with CUDA libraries: some gigabytes, a few minutes)."
@@ -170,6 +178,7 @@ elif not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
 
 wait_for_extensions() {
     [ -n "$extensions_pid" ] || return 0
+    if kill -0 "$extensions_pid" 2>/dev/null; then say "Waiting for the compiler"; fi
     if ! wait "$extensions_pid"; then
         tail -n 25 "$extensions_log" >&2
         die "stock PLAID's CPU extensions did not compile; the end of the output is above, all of it in" \

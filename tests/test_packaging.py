@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import dataclasses
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import plaid_tilemaxsim
+from plaid_tilemaxsim.config import ScorerConfig
 
 ROOT = Path(__file__).parents[1]
 
@@ -65,6 +67,11 @@ def test_import_is_light() -> None:
     code = f"import plaid_tilemaxsim, sys; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_readme_lists_the_options() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    assert rows == [field.name for field in dataclasses.fields(ScorerConfig)]
 
 
 @pytest.fixture(scope="module")

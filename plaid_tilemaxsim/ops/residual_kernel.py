@@ -2,10 +2,10 @@
 
     score(p) = sum_q max_{t in p} (scale * table[codes[t], q] + sum_d Q[q, d] * w[index(t, d)]) * inv_norm[t]
 
-No centroid vector is read: <q, centroid> is the table's. A byte holds S = 8 / NBITS dimensions, from the high bits down,
-each slot bit-reversed. The order of K inside a dot is free, so slot s of every byte meets Q[:, s::S] and nothing is
-interleaved; the reversal only permutes the weights. Lanes past the end repeat the passage's last token, which changes
-no maximum, so no mask is needed.
+No centroid vector is read: <q, centroid> is the table's. A byte holds S = 8 / NBITS dimensions, from the high bits
+down, each slot bit-reversed. The order of K inside a dot is free, so slot s of every byte meets Q[:, s::S] and nothing
+is interleaved; the reversal only permutes the weights. Lanes past the end repeat the passage's last token, which
+changes no maximum, so no mask is needed.
 
 Precision: table int16 (half a step of ``scale``), Q and w rounded to fp16 for the dot, everything else fp32.
 ``residual_fast_kernel`` does the same with table look-ups in inline PTX; :mod:`.tuning` chooses.
@@ -44,7 +44,7 @@ def _slot_query(
     Q_ptr, j0, LQ,
     SLOT: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """Q[:, SLOT::SLOTS]^T of bytes j0.., fp16 [BLOCK_P, BLOCK_Q]; zero outside the query, so padding bytes add nothing."""
+    """Q[:, SLOT::SLOTS]^T of bytes j0.., fp16 [BLOCK_P, BLOCK_Q]; zero outside the query: padding bytes add nothing."""
     d = (j0 + tl.arange(0, BLOCK_P)) * SLOTS + SLOT
     q = tl.arange(0, BLOCK_Q)
     at = Q_ptr + q[None, :] * DIM + d[:, None]

@@ -125,3 +125,53 @@ def residual_blocks(arch: int, nbits: int, DIM: int, LQP: int) -> ResidualBlocks
         num_stages=2,
         programs_per_sm=4,
     )
+
+
+@dataclass(frozen=True)
+class DenseBlocks:
+    LQP: int
+    BLOCK_N: int
+    BLOCK_Q: int
+    BLOCK_D: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+
+
+# Shared memory of one multiprocessor left to tiles in flight, in bytes (CUDA C++ programming guide, less a reserve).
+_SHARED_BYTES = {80: 150 << 10, 90: 210 << 10, 100: 210 << 10}
+_SHARED_BYTES_SMALL = 92 << 10
+
+
+def dense_blocks(arch: int, itemsize: int, DIM: int, LQ: int, NQ: int, fixed_length: int | None) -> DenseBlocks:
+    """Dense MaxSim; ``fixed_length`` is the common length of all passages, None where lengths differ.
+
+    Columns: one query of up to 128 tokens, or several short ones up to 128 together. On sm_90, DIM 128, fp16, 32
+    columns: 128 x 128 tiles and 4 warps read fixed lengths at the limit; ragged passages (mean 68) do better in
+    single-warp programs with 32-row tiles. Wider rows need the query in shared memory: 4 warps.
+    """
+    BLOCK_D = dim_block(DIM, 256 // itemsize)
+    row = -(-DIM // BLOCK_D) * BLOCK_D * itemsize
+    budget = _SHARED_BYTES.get(arch, _SHARED_BYTES_SMALL)
+    columns = 128
+    while columns > 16 and columns * row > budget // 2:
+        columns //= 2
+    LQP = min(columns, max(16, 1 << (LQ - 1).bit_length()))
+    BLOCK_Q = LQP * (min(1 << (NQ - 1).bit_length(), columns // LQP) if LQ <= LQP else 1)
+    narrow = row <= 256 and BLOCK_Q <= 32
+    if narrow and fixed_length is None:
+        BLOCK_N, num_warps, stages, programs = 32, 1, 3, 8
+    else:
+        BLOCK_N, num_warps, stages, programs = 128 if narrow else 64, 4, 3, 2
+        if itemsize == 4 and arch < 90:
+            BLOCK_N = 32
+        if fixed_length is not None:
+            BLOCK_N = min(BLOCK_N, max(32, 1 << (fixed_length - 1).bit_length()))
+    query_bytes = row * BLOCK_Q if num_warps > 1 else 0
+    while BLOCK_N > 16 and stages * BLOCK_N * row + query_bytes > budget:
+        if stages > 2:
+            stages -= 1
+        else:
+            BLOCK_N //= 2
+    programs = max(1, min(programs, budget // (stages * BLOCK_N * row + query_bytes)))
+    return DenseBlocks(LQP, BLOCK_N, BLOCK_Q, BLOCK_D, num_warps, stages, programs)

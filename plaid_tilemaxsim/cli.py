@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="JSON",
         help="""their scorer_options, for example '{"mode": "exhaustive"}'""",
     )
+    run.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     run.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     run.set_defaults(command=_run, usage_error=run.error)
 
@@ -66,9 +67,9 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def _run(args: argparse.Namespace) -> int:
     program = args.program[1:] if args.program[:1] == ["--"] else args.program
-    is_module = program[:1] == ["-m"]
+    is_module = args.module is not None or program[:1] == ["-m"]
     if is_module:
-        program = program[1:]
+        program = program[1:] if args.module is None else args.module
     if not program:
         args.usage_error("expected a script, or -m and a module")
     if not is_module and not os.path.isfile(program[0]):

@@ -1,0 +1,157 @@
+"""The command line: an unmodified program runs as under python, only with another scorer."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from plaid_tilemaxsim import cli
+from tests.colbert_fixtures import checkpoint, collection, index  # noqa: F401
+
+CLI = [sys.executable, "-W", "ignore", "-m", "plaid_tilemaxsim"]
+
+
+def run(*arguments: object, cwd: object = None) -> "subprocess.CompletedProcess[str]":
+    command = [*CLI, *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=str(cwd) if cwd else None, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+PROGRAM = """
+    import json
+    import os
+    import sys
+
+    from colbert import Searcher
+    from colbert.infra import ColBERTConfig, Run, RunConfig
+
+    assert __name__ == "__main__" and sys.modules["__main__"].__file__ == __file__
+    index, checkpoint, collection, where = sys.argv[1:]
+
+    if __name__ == "__main__":
+        passages = json.load(open(collection))
+        with Run().context(RunConfig(root=where, experiment="e")):
+            searcher = Searcher(index, checkpoint=checkpoint, collection=passages, verbose=1)
+            ranking = searcher.search_all(dict(enumerate(passages[:2])), k=120)
+            # colbert derives this path from __main__.__file__
+            ranking.save("ranking.tsv")
+        print(json.dumps({
+            "ranker": type(searcher.ranker).__name__,
+            "scorer": getattr(searcher.config, "scorer", None),
+            "options": getattr(searcher.config, "scorer_options", None),
+            "ncells": searcher.config.ncells,
+            "results": len(ranking.data[0]),
+            "name": __name__,
+            "path": sys.path[0],
+            "argv": sys.argv[0],
+        }))
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("program") / "pkg"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "search.py").write_text(textwrap.dedent(PROGRAM))
+    return folder / "search.py"
+
+
+@pytest.fixture
+def arguments(tmp_path, index, checkpoint, collection):  # noqa: F811
+    (tmp_path / "collection.json").write_text(json.dumps(collection))
+    return [index, checkpoint, tmp_path / "collection.json", tmp_path / "out"]
+
+
+def printed(done: "subprocess.CompletedProcess[str]") -> dict[str, object]:
+    assert done.returncode == 0, done.stderr
+    result: dict[str, object] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+class TestRun:
+    def test_script(self, program, arguments, tmp_path):
+        result = printed(run("run", "--scorer-options", '{"mode": "exhaustive"}', "--", program, *arguments))
+        assert result == {
+            "ranker": "TileMaxSimScorer",
+            "scorer": "tilemaxsim",
+            "options": {"mode": "exhaustive"},
+            "ncells": None,
+            "results": 120,
+            "name": "__main__",
+            "path": str(program.parent),
+            "argv": str(program),
+        }
+        assert len(list((tmp_path / "out").rglob("ranking.tsv"))) == 1
+
+    def test_module(self, program, arguments):
+        result = printed(run("run", "-m", "pkg.search", *arguments, cwd=program.parent.parent))
+        assert (result["scorer"], result["options"], result["results"]) == ("tilemaxsim", None, 120)
+        assert result["argv"] == str(program)
+
+    def test_arguments_are_the_programs(self, tmp_path):
+        script = tmp_path / "show.py"
+        script.write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
+        done = run("run", script, "--scorer", "x", "-m", "--help")
+        assert (done.stdout.strip(), done.returncode) == ("['--scorer', 'x', '-m', '--help']", 3)
+
+    def test_programs_error_is_shown(self, tmp_path):
+        script = tmp_path / "fail.py"
+        script.write_text("x = 1\nraise ValueError('of the program')\n")
+        done = run("run", script)
+        assert done.returncode == 1
+        assert f'File "{script}", line 2' in done.stderr
+        assert "ValueError: of the program" in done.stderr
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["run"], "expected a script, or -m and a module"),
+            (["run", "-m"], "expected a script, or -m and a module"),
+            (["run", "nowhere.py"], "expected a Python file, got 'nowhere.py'"),
+            (["run", "-m", "no_such_module"], "expected a module that can be run, got 'no_such_module'"),
+            (["run", "-m", "no.such"], "No module named 'no'"),
+            (["run", "--scorer-options", "[1]", "x.py"], r"expected a JSON object, got '[1]'"),
+            (["run", "--scorer-options", "{", "x.py"], "expected a JSON object, got '{'"),
+            (["nothing"], "invalid choice"),
+            ([], "required: COMMAND"),
+        ],
+    )
+    def test_usage_errors(self, arguments, message, capsys, monkeypatch):
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+        with pytest.raises(SystemExit) as error:
+            cli.main(arguments)
+        assert error.value.code == 2
+        assert message in capsys.readouterr().err
+
+    def test_unknown_scorer(self, program):
+        done = run("run", "--scorer", "tilemax", program)
+        assert done.returncode == 2
+        assert "scorer: expected one of ['plaid', 'tilemaxsim'], got 'tilemax'" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_inspect(index, tmp_path, capsys):  # noqa: F811
+    assert cli.main(["inspect", str(index)]) == 0
+    assert "300" in capsys.readouterr().out
+    assert cli.main(["inspect", str(tmp_path)]) == 2
+    assert "plaid-tilemaxsim: " in capsys.readouterr().err
+
+
+def test_env(capsys):
+    assert cli.main(["env"]) == 0
+    out = capsys.readouterr().out
+    for name in ("plugin", "torch", "triton", "colbert-ai", "transformers", "gpu", "scoring"):
+        assert f"\n{name}" in "\n" + out
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["inspect"], ["env"]])
+def test_help(command, capsys):
+    with pytest.raises(SystemExit) as error:
+        cli.main([*command, "--help"])
+    assert error.value.code == 0
+    assert "usage: plaid-tilemaxsim" in capsys.readouterr().out

@@ -52,12 +52,14 @@ class Embeddings:
     """A collection's vectors: `shards[i]` holds passages [i * SHARD, (i + 1) * SHARD).
 
     load(i) gives (vectors fp16 [T_i, DIM] on CPU, doclens int32 [N_i]); vectors have unit length up to fp16.
+    `seconds`: how long encoding took, over all the runs that it took.
     """
 
     folder: Path
     shards: tuple[Path, ...]
     passages: int
     dim: int
+    doc_maxlen: int
     seconds: float
 
     def load(self, shard: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,7 +148,7 @@ def encode_passages(
                 write_json(folder / "seconds.json", seconds_of)
         write_json(folder / MANIFEST, {**key, "dataset": dataset.name, "dim": settings["dim"], "shard": SHARD})
     seconds = round(sum(seconds_of.values()), 3)
-    return Embeddings(folder, shards, len(dataset.passages), settings["dim"], seconds)
+    return Embeddings(folder, shards, len(dataset.passages), settings["dim"], doc_maxlen, seconds)
 
 
 def encode_queries(

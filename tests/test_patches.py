@@ -19,7 +19,7 @@ import torch
 from plaid_tilemaxsim.patches import apply, find_target, load_series, patch_states, revert, status
 from plaid_tilemaxsim.patches.__main__ import main
 from plaid_tilemaxsim.patches.diff import blob_id, parse
-from tests.colbert_fixtures import DIM, PASSAGES, checkpoint, collection, index  # noqa: F401
+from tests.colbert_fixtures import PASSAGES, checkpoint, collection, index  # noqa: F401
 from tests.synthetic import make_queries
 
 VERSION = "0.2.22"
@@ -344,8 +344,39 @@ if __name__ == "__main__":
 """
 
 
-def run_patched(root: Path, folder: Path, arguments: list[str]) -> dict:
-    (folder / "program.py").write_text(PROGRAM)
+# The plugin in a program whose colbert-ai has the flag by itself.
+BOTH_PROGRAM = """
+import json, os, sys
+
+import plaid_tilemaxsim
+import torch
+
+plaid_tilemaxsim.enable()
+from colbert import Searcher
+from colbert.infra import ColBERTConfig
+
+index, checkpoint, collection, queries = sys.argv[1:]
+root, name = os.path.split(index)
+Q = torch.load(queries)
+config = ColBERTConfig(scorer="tilemaxsim")
+searcher = Searcher(name, checkpoint=checkpoint, collection=collection, index_root=root, config=config)
+out = {"pids": searcher.dense_search(Q, k=5)[0], "ranker": type(searcher.ranker).__name__}
+try:
+    searcher.config.configure(scorer_options={"mod": "plaid"})
+    searcher.dense_search(Q, k=5)
+except ValueError as error:
+    out["unknown"] = str(error)
+plaid_tilemaxsim.disable()
+config = ColBERTConfig.from_existing(config, ColBERTConfig(scorer_options={"mode": "rerank"}))
+out["disabled"] = [config.scorer, config.scorer_options]
+plaid_tilemaxsim.enable()
+out["again"] = ColBERTConfig.from_existing(config).scorer
+print("RESULT " + json.dumps(out))
+"""
+
+
+def run_patched(program: str, root: Path, folder: Path, arguments: list[str]) -> dict:
+    (folder / "program.py").write_text(program)
     environment = os.environ | {
         "PYTHONPATH": str(root),
         "CUDA_VISIBLE_DEVICES": "",
@@ -366,12 +397,25 @@ def run_patched(root: Path, folder: Path, arguments: list[str]) -> dict:
     return json.loads(lines[0].removeprefix("RESULT "))
 
 
-def test_published_wheel_searches_with_the_flag(
-    wheel: Path,
-    installed: Path,
+@pytest.fixture(scope="module")
+def arguments(
     index: Path,  # noqa: F811
     checkpoint: Path,  # noqa: F811
     collection: list[str],  # noqa: F811
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[str]:
+    """Of the programs: an index, its checkpoint and collection, and the file of a query."""
+    folder = tmp_path_factory.mktemp("arguments")
+    texts, queries = folder / "collection.tsv", folder / "queries.pt"
+    texts.write_text("".join(f"{pid}\t{text}\n" for pid, text in enumerate(collection)))
+    torch.save(make_queries(index, n=1), queries)
+    return [str(index), str(checkpoint), str(texts), str(queries)]
+
+
+def test_published_wheel_searches_with_the_flag(
+    wheel: Path,
+    installed: Path,
+    arguments: list[str],
     tmp_path: Path,
 ) -> None:
     root = tmp_path / "unpacked"
@@ -381,18 +425,14 @@ def test_published_wheel_searches_with_the_flag(
     assert {path: published[path] for path in tree(installed)} == tree(installed)
     assert main(["apply", "--target", str(root)]) == 0
 
-    texts = tmp_path / "collection.tsv"
-    texts.write_text("".join(f"{pid}\t{text}\n" for pid, text in enumerate(collection)))
-    queries = make_queries(index, n=1)
-    torch.save(queries, tmp_path / "queries.pt")
-    out = run_patched(root, tmp_path, [str(index), str(checkpoint), str(texts), str(tmp_path / "queries.pt")])
+    out = run_patched(PROGRAM, root, tmp_path, arguments)
 
     assert out["file"] == str(root / "colbert" / "__init__.py")
     assert out["ours_before"] is False
     assert out["fields"] == ["tilemaxsim", {"impl": "torch"}, "plaid"]
     assert out["ranker"] == "TileMaxSimScorer"
     for name, k in (("k5", 5), ("k200", 200)):
-        found, wanted = out[name], oracle(index, queries[0], out[name]["pids"])
+        found, wanted = out[name], oracle(Path(arguments[0]), torch.load(arguments[3])[0], out[name]["pids"])
         assert len(found["pids"]) == len(found["ranks"]) == len(found["scores"])
         assert found["ranks"] == list(range(1, len(found["pids"]) + 1))
         assert torch.tensor(found["scores"]).sub(wanted).abs().max() < 2e-3
@@ -414,6 +454,17 @@ def test_published_wheel_searches_with_the_flag(
 
     assert main(["revert", "--target", str(root)]) == 0
     assert tree(root) == published
+
+
+def test_plugin_beside_the_patches(target: Path, arguments: list[str], tmp_path: Path) -> None:
+    apply(target, load_series(VERSION))
+    out = run_patched(BOTH_PROGRAM, target, tmp_path, arguments)
+    wanted = oracle(Path(arguments[0]), torch.load(arguments[3])[0], list(range(PASSAGES)))
+    assert out["ranker"] == "TileMaxSimScorer"
+    assert out["pids"][0] == int(wanted.argmax())
+    assert "mode" in out["unknown"]
+    assert out["disabled"] == ["tilemaxsim", {"mode": "rerank"}]
+    assert out["again"] == "tilemaxsim"
 
 
 def oracle(index: Path, Q: torch.Tensor, pids: list[int]) -> torch.Tensor:  # noqa: F811

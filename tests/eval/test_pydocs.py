@@ -197,8 +197,9 @@ def test_installed_packages() -> None:
 
 
 def test_spec(tmp_path: Path) -> None:
-    dataset = load_dataset("pydocs[:300]", cache=tmp_path, progress=False)
+    dataset = load_dataset("pydocs:300", cache=tmp_path, progress=False)
     assert dataset.name == "pydocs-300"
     assert dataset.counts["passages"] == 300
     assert dataset.source == "pydocs"
     assert dataset.details["versions"]["torch"]
+    assert load_dataset("pydocs[:300]", cache=tmp_path, progress=False).identity() == dataset.identity()

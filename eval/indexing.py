@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 # Passages per shard: what an interrupted encoding loses at most, about a minute of the small encoder.
 SHARD = 2048
-BATCH = 32
+# Passages per call of the encoder.
+BATCH, GPU_BATCH = 32, 256
 SEEDS = {"python": 12345, "numpy": 12345, "torch": 12345, "faiss": 123}
 ENCODING_VERSIONS = ("colbert-ai", "torch", "transformers")
 MANIFEST = "manifest.json"
@@ -266,8 +267,9 @@ class _Encoder:
         config = ColBERTConfig.from_existing(ColBERTConfig.load_from_checkpoint(name), ColBERTConfig(**changes))
         with _quiet():
             self.checkpoint = Checkpoint(name, colbert_config=config, verbose=0)
+        self.batch = BATCH
         if config.total_visible_gpus > 0:
-            self.checkpoint = self.checkpoint.cuda()
+            self.checkpoint, self.batch = self.checkpoint.cuda(), GPU_BATCH
 
     def passages(self, texts: Sequence[str], bar: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """(vectors fp16 [T, DIM], doclens int32 [N]).
@@ -279,10 +281,12 @@ class _Encoder:
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         found: dict[int, torch.Tensor] = {}
         with _quiet_warnings():
-            for start in range(0, len(order), BATCH):
-                rows = order[start : start + BATCH]
+            for start in range(0, len(order), self.batch):
+                rows = order[start : start + self.batch]
                 batch = [texts[i] for i in rows]
-                vectors, doclens = self.checkpoint.docFromText(batch, bsize=BATCH, keep_dims="flatten", to_cpu=True)
+                vectors, doclens = self.checkpoint.docFromText(
+                    batch, bsize=self.batch, keep_dims="flatten", to_cpu=True
+                )
                 found.update(zip(rows, vectors.half().split(doclens)))
                 bar.update(len(rows))
         parts = [found[i] for i in range(len(texts))]

@@ -38,10 +38,10 @@ STOCK_CPU_ROUNDING = 1e-4
 SCORE_BUDGET = 2e-3
 
 
-def timed(work: Callable[[], Any]) -> float:
+def timed(work: Callable[..., Any], *args: Any) -> float:
     """Milliseconds of one call that ends with its result on the host."""
     start = time.perf_counter()
-    work()
+    work(*args)
     return (time.perf_counter() - start) * 1e3
 
 
@@ -139,7 +139,7 @@ def main() -> None:
             for q in queries[: args.warmup]:
                 engine.search(q, params)
             runs = 1 if mode == "exhaustive" else args.repeats
-            times = [timed(lambda q=q: engine.search(q, params)) for _ in range(runs) for q in timed_queries]
+            times = [timed(engine.search, q, params) for _ in range(runs) for q in timed_queries]
             detail[f"{mode}_k{k}"] = {"search_ms": summary(times)}
             if device.type == "cuda":
                 stages = [engine.profile(q, params) for q in queries[:3]]
@@ -169,12 +169,16 @@ def main() -> None:
     if args.exact:
         wanted = torch.randperm(resident.num_passages, generator=torch.Generator().manual_seed(0))[: args.exact]
         wanted = wanted.int().to(device)
+
+        def exact(q: Tensor) -> Tensor:
+            return engine.score_pids(q[None], wanted).cpu()
+
         for q in queries[:2]:
-            engine.score_pids(q[None], wanted).cpu()
-        times = [timed(lambda q=q: engine.score_pids(q[None], wanted).cpu()) for q in timed_queries]
+            exact(q)
+        times = [timed(exact, q) for q in timed_queries]
         figures["exact_100k_ms" if args.exact == 100_000 else f"exact_{args.exact}_ms"] = statistics.median(times)
         some = torch.arange(0, len(wanted), max(1, len(wanted) // 500), device=device)
-        error = (judge(queries[0], wanted[some]) - engine.score_pids(queries[0][None], wanted)[some].cpu()).abs()
+        error = (judge(queries[0], wanted[some]) - exact(queries[0])[some.cpu()]).abs()
         if error[torch.isfinite(error)].max() > SCORE_BUDGET:
             problems.append(f"exact: score error {error.max():.2e}")
 
@@ -187,7 +191,7 @@ def main() -> None:
             if not (torch.equal(alone[0], pids) and torch.equal(alone[1], scores)):
                 problems.append("batch: a query's results differ from those alone")
                 break
-        times = [timed(lambda: engine.search_batch(batch, params)) for _ in range(20)]
+        times = [timed(engine.search_batch, batch, params) for _ in range(20)]
         figures[f"batch{args.batch}_qps"] = args.batch / statistics.median(times) * 1e3
 
     if device.type == "cuda":
@@ -222,10 +226,11 @@ def main() -> None:
                 stock.rank(config, q[None])
             times_stock, times_ours = [], []
             for i in range(len(timed_queries)):
-                ours = (times_ours, lambda i=i: engine.search(queries[i], params))
-                theirs = (times_stock, lambda i=i: stock.rank(config, on_device[i : i + 1]))
-                for times, work in (ours, theirs) if i % 2 else (theirs, ours):
-                    times.append(timed(work))
+                if i % 2:
+                    times_ours.append(timed(engine.search, queries[i], params))
+                times_stock.append(timed(stock.rank, config, on_device[i : i + 1]))
+                if not i % 2:
+                    times_ours.append(timed(engine.search, queries[i], params))
             figures[f"stock_p50_ms_k{k}"] = statistics.median(times_stock)
             detail[f"ab_k{k}"] = {"stock_ms": summary(times_stock), "ours_ms": summary(times_ours)}
             for i in range(min(args.queries_checked, len(queries))):
@@ -250,12 +255,15 @@ def main() -> None:
             config = ColBERTConfig.from_existing(base)
             given = wanted.tolist()
             listed = torch.tensor(given, dtype=torch.int32, device=device)
-            with torch.inference_mode():
-                for _ in range(2):
-                    stock.score_pids(config, on_device[:1], listed, None)[0].cpu()
-                times = [
-                    timed(lambda q=q: stock.score_pids(config, q[None], listed, None)[0].cpu()) for q in on_device[:5]
-                ]
+
+            def stock_exact(q: Tensor) -> Tensor:
+                with torch.inference_mode():
+                    scores: Tensor = stock.score_pids(config, q[None], listed, None)[0].cpu()
+                    return scores
+
+            for q in on_device[:2]:
+                stock_exact(q)
+            times = [timed(stock_exact, q) for q in on_device[:5]]
             name = "stock_exact_100k_ms" if args.exact == 100_000 else f"stock_exact_{args.exact}_ms"
             figures[name] = statistics.median(times)
         del stock
@@ -268,12 +276,12 @@ def main() -> None:
         torch.cuda.reset_peak_memory_stats(device)
         before = gpu_bytes(device)
         hosted = SearchEngine(load_resident(plaid_index, device, "host"))
-        again = [hosted.search(q, with_defaults(k)) for k in args.k for q in queries[: args.queries_checked]]
-        if not all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(found, again)):
+        repeated = [hosted.search(q, with_defaults(k)) for k in args.k for q in queries[: args.queries_checked]]
+        if not all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(found, repeated)):
             problems.append("host placement: results differ from gpu placement")
         for k in args.k:
             params = with_defaults(k)
-            times = [timed(lambda q=q: hosted.search(q, params)) for _ in range(args.repeats) for q in timed_queries]
+            times = [timed(hosted.search, q, params) for _ in range(args.repeats) for q in timed_queries]
             figures[f"host_p50_ms_k{k}"] = statistics.median(times)
         figures["host_placement_gpu_gb"] = (torch.cuda.max_memory_allocated(device) - before) / 1e9
 

@@ -18,14 +18,17 @@ import torch
 import triton
 import triton.language as tl
 
+from plaid_tilemaxsim.ops import tuning
+
 BINS = 2048
 BLOCK = 2048
-PROGRAMS = 264  # two for each of 132 multiprocessors; any number is right
+PROGRAMS_PER_SM = 2
 
 
 def select_workspace(device: torch.device) -> torch.Tensor:
-    """Scratch of one select: int32 [3 * BINS + 2 * PROGRAMS]."""
-    return torch.zeros(3 * BINS + 2 * PROGRAMS, dtype=torch.int32, device=device)
+    """Scratch of one select: int32 [3 * BINS + 2 * programs], which also says how many programs share the work."""
+    programs = PROGRAMS_PER_SM * tuning.num_sms(device)
+    return torch.zeros(3 * BINS + 2 * programs, dtype=torch.int32, device=device)
 
 
 @triton.jit
@@ -168,11 +171,12 @@ def select_top(
     work: from ``select_workspace``. What lies behind ``out_count`` is left as it was.
     """
     work[: 3 * BINS].zero_()
-    grid = (PROGRAMS,)
+    programs = (work.numel() - 3 * BINS) // 2
+    grid = (programs,)
     for level in range(3):
         _histogram_kernel[grid](scores, count, work, m, LEVEL=level, BINS=BINS, BLOCK=BLOCK, num_warps=8)
     _tally_kernel[grid](scores, count, work, m, BINS=BINS, BLOCK=BLOCK, num_warps=8)
     _scatter_kernel[grid](
         scores, pids if pids is not None else scores, count, work, out_pids, out_scores, out_count, m,
-        HAS_PIDS=pids is not None, BINS=BINS, BLOCK=BLOCK, PROGRAMS_P=triton.next_power_of_2(PROGRAMS), num_warps=8,
+        HAS_PIDS=pids is not None, BINS=BINS, BLOCK=BLOCK, PROGRAMS_P=triton.next_power_of_2(programs), num_warps=8,
     )  # fmt: skip

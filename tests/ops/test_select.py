@@ -21,7 +21,7 @@ def run(scores, n, m, device):
 @pytest.mark.parametrize(("n", "m"), [(0, 4), (1, 4), (5, 5), (100, 7), (5000, 33), (9000, 4096), (300, 500)])
 @pytest.mark.parametrize("programs", [1, 5])
 def test_select_is_a_stable_top_in_input_order(n, m, programs, monkeypatch, device):
-    monkeypatch.setattr(sk, "PROGRAMS", programs)
+    monkeypatch.setattr(sk.tuning, "num_sms", lambda device: programs)
     scores = torch.full((10000,), float("nan"))  # behind n nothing may be read
     scores[:n] = (torch.randn(n, generator=torch.Generator().manual_seed(n)) * 5).round() / 4  # many ties
     if n > 10:

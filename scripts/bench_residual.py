@@ -1,0 +1,245 @@
+"""Residual MaxSim kernels on this GPU: correctness on a sample against fp64, then throughput. One table, printed last.
+
+Synthetic passages with MS MARCO-like lengths (lognormal, mean 67.7), random codes, residual bytes and centroids; the
+work (3.8 GB at 2 bits and 1.5 M passages) is far above the L2. Every variant is checked in this run before it is timed.
+
+    python scripts/bench_residual.py                     # variants at 2 bits, then 1 and 4 bits, centroid-only
+    python scripts/bench_residual.py --only fp16/16      # variants whose name contains the text
+    ncu --set full -k regex:residual python scripts/bench_residual.py --only fp16/12 --single
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from plaid_tilemaxsim.ops import api, reference, residual_fast_kernel, residual_kernel
+from plaid_tilemaxsim.ops.residual_fast_kernel import Launch
+
+MEAN_LENGTH, SIGMA, LONGEST = 67.7, 0.40, 180
+TOLERANCE = 2e-3  # of a sum over 32 query tokens
+SAMPLE = 2000  # passages compared with fp64
+
+
+@dataclass
+class Data:
+    """A synthetic index in the layout that the kernels read, and one query."""
+
+    nbits: int
+    Q: Tensor
+    cs: api.CentroidScores
+    centroids: Tensor
+    weights: Tensor
+    codes: Tensor
+    residuals: Tensor
+    inv_norms: Tensor
+    lo: float
+    step: float
+    offsets: Tensor
+
+
+def make(nbits: int, DIM: int, LQ: int, passages: int, C: int, seed: int = 0) -> Data:
+    """Centroids and query tokens are unit vectors; residual norms are about 0.4, as in real indexes."""
+    device = torch.device("cuda")
+    gen = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=gen, device=device)
+
+    lengths = (normal(passages) * SIGMA + math.log(MEAN_LENGTH) - SIGMA**2 / 2).exp().round().long()
+    offsets = torch.cat((lengths.new_zeros(1), lengths.clamp(1, LONGEST).cumsum(0)))
+    T = int(offsets[-1])
+    centroids = torch.nn.functional.normalize(normal(C, DIM), dim=-1).half()
+    Q = torch.nn.functional.normalize(normal(LQ, DIM), dim=-1)
+    levels = (torch.arange(2**nbits, device=device) + 0.5) / 2**nbits
+    # quantiles of a normal distribution, not quite symmetric
+    weights = (torch.special.ndtri(levels) * 0.4 / DIM**0.5 + 3e-4).float()
+    codes = torch.randint(0, C, (T,), generator=gen, device=device, dtype=torch.int32)
+    residuals = torch.empty(T, DIM * nbits // 8, dtype=torch.uint8, device=device)
+    inverse = torch.empty(T, device=device)
+    for a in range(0, T, 1 << 21):
+        part = slice(a, a + (1 << 21))
+        rows = residuals[part]
+        rows.copy_(torch.randint(0, 256, rows.shape, generator=gen, device=device, dtype=torch.uint8))
+        decoded = reference.decode_residuals(rows, nbits, weights, torch.float32)
+        inverse[part] = 1 / (centroids[codes[part].long()].float() + decoded).norm(dim=-1)
+    lo, hi = inverse.min().item(), inverse.max().item()
+    step = (hi - lo) / 65535
+    inv_norms = ((inverse - lo) / step).round().to(torch.int32).to(torch.uint16)
+    scores = centroids.float() @ Q.T
+    scale = Q.norm(dim=-1).max() * centroids.float().norm(dim=-1).max() / 32767
+    table = torch.zeros(C, api.padded_query_length(LQ), dtype=torch.int16, device=device)
+    table[:, :LQ] = (scores / scale).round().to(torch.int16)
+    cs = api.CentroidScores(table, scale.reshape(1), LQ)
+    return Data(nbits, Q, cs, centroids, weights, codes, residuals, inv_norms, lo, step, offsets)
+
+
+def expected(data: Data, pids: Tensor) -> Tensor:
+    """Scores in fp64 from the decompressed embeddings."""
+    starts, ends = data.offsets[pids], data.offsets[pids + 1]
+    lengths = ends - starts
+    local = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+    token = torch.arange(int(local[-1]), device=pids.device)
+    token += torch.repeat_interleave(starts - local[:-1], lengths)
+    D = reference.decompress(
+        data.codes[token], data.residuals[token], data.centroids, data.weights, data.nbits, torch.float64
+    )
+    similarities = D @ data.Q.double().T
+    owner = torch.repeat_interleave(torch.arange(len(pids), device=pids.device), lengths)
+    best = torch.full((len(pids), data.Q.size(0)), -math.inf, dtype=torch.float64, device=pids.device)
+    best.scatter_reduce_(0, owner[:, None].expand_as(similarities), similarities, "amax")
+    return best.sum(1)
+
+
+def variants(nbits: int) -> dict[str, Launch]:
+    """Name (mode / programs per SM, unroll, group) -> launch."""
+    fp16 = {
+        "fp16/12 u2": Launch(12, 2, 16, None),
+        "fp16/12 u1": Launch(12, 1, 16, 168),
+        "fp16/14 u2": Launch(14, 2, 16, 144),
+        "fp16/16 u1": Launch(16, 1, 16, 128),
+    }
+    if nbits != 2:
+        return fp16
+    return fp16 | {
+        "fp16/8 u2": Launch(8, 2, 16, None),
+        "fp16/16 u1 g1": Launch(16, 1, 1, 128),
+        "fp16/16 u1 g128": Launch(16, 1, 128, 128),
+        "fp16-imad/12 u2": Launch(12, 2, 16, 168, "fp16-imad"),
+        "fp16-imad/16 u1": Launch(16, 1, 16, 128, "fp16-imad"),
+        "fp16-i2fp/16 u1": Launch(16, 1, 16, 128, "fp16-i2fp"),
+        "int8/12 u1": Launch(12, 1, 16, 168, "int8"),
+        "int8/11 u2": Launch(11, 2, 16, 184, "int8"),
+        "int8-imad/12 u1": Launch(12, 1, 16, 168, "int8-imad"),
+    }
+
+
+def times(run: Callable[[], object], repeats: int) -> list[float]:
+    """Milliseconds of each of ``repeats`` runs, sorted; two warm-up runs before them."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    for _ in range(2):
+        run()
+    for event in events[:-1]:
+        event.record()
+        run()
+    events[-1].record()
+    torch.cuda.synchronize()
+    return sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+
+
+def registers(before: int) -> str:
+    """Registers (and spilled bytes) of the fast kernel compiled since ``before`` were; empty if none was."""
+    compiled = list(residual_fast_kernel._residual_maxsim_kernel.device_caches[torch.cuda.current_device()][0].values())
+    if len(compiled) == before:
+        return ""
+    return f"{compiled[-1].n_regs}" + (f"+{compiled[-1].n_spills}" if compiled[-1].n_spills else "")
+
+
+def num_compiled() -> int:
+    return len(residual_fast_kernel._residual_maxsim_kernel.device_caches[torch.cuda.current_device()][0])
+
+
+def measure(nbits: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Check and time every chosen variant; rows of the table."""
+    began = time.time()
+    data = make(nbits, args.dim, args.lq, args.passages, args.centroids)
+    T, n = data.codes.size(0), args.passages
+    sample = torch.linspace(0, n - 1, min(SAMPLE, n), device="cuda").long()
+    want = expected(data, sample)
+    print(f"{nbits} bits, DIM {args.dim}, LQ {args.lq}: {T} tokens, made in {time.time() - began:.1f} s", flush=True)
+    out = torch.empty(n, device="cuda")
+    arguments = (
+        data.Q, data.cs, data.codes, data.residuals, data.inv_norms, data.lo, data.step, data.weights, nbits,
+        data.offsets,
+    )  # fmt: skip
+    launchers: dict[str, Callable[[], object]] = {
+        name: partial(residual_fast_kernel.residual_maxsim, *arguments, None, out, None, launch=launch)
+        for name, launch in variants(nbits).items()
+    }
+    launchers["portable"] = partial(residual_kernel.residual_maxsim, *arguments, None, out, None)
+    if nbits == 2:
+        launchers["centroid-only"] = partial(api.centroid_maxsim, data.cs, data.codes, data.offsets, out=out)
+
+    rows = []
+    for name, run in launchers.items():
+        if args.only not in name:
+            continue
+        out.fill_(math.nan)
+        before = num_compiled()
+        run()
+        torch.cuda.synchronize()
+        regs = registers(before)
+        if args.single:
+            continue
+        error: float | None = None
+        if name != "centroid-only":
+            error = (out[sample] - want).abs().max().item()
+            shuffled = (out[sample].roll(1) - want).abs().max().item()
+            if error > TOLERANCE or out.isnan().any().item() or shuffled < 10 * TOLERANCE:
+                print(f"{name}: max error {error:.1e}, not timed: WRONG", flush=True)
+                continue
+        ms = times(run, args.repeats)
+        gtok = T / statistics.median(ms) / 1e6
+        rows.append(
+            {
+                "nbits": nbits,
+                "variant": name,
+                "gtok": round(gtok, 2),
+                "p20": round(T / ms[len(ms) // 5] / 1e6, 2),
+                "p80": round(T / ms[-1 - len(ms) // 5] / 1e6, 2),
+                "ms": round(statistics.median(ms), 3),
+                "ms_599M": round(599 / gtok, 2),
+                "registers": regs,
+                "error": error,
+            }
+        )
+        print(f"{name}: {gtok:.2f} Gtokens/s after {time.time() - began:.1f} s", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nbits", type=int, nargs="*", default=[2, 1, 4])
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--lq", type=int, default=32)
+    parser.add_argument("--passages", type=int, default=1_500_000)
+    parser.add_argument("--centroids", type=int, default=1 << 18)
+    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--only", default="", help="only variants whose name contains this")
+    parser.add_argument("--single", action="store_true", help="launch each variant once and stop: for ncu")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    args = parser.parse_args()
+
+    began = time.time()
+    rows = [row for nbits in args.nbits for row in measure(nbits, args)]
+    device = torch.cuda.get_device_name()
+    print(f"{device}, torch {torch.__version__}, triton {triton.__version__}; {time.time() - began:.0f} s in all")
+    print(f"{'bits':>4} {'variant':<18} {'Gtok/s':>7} {'p20':>7} {'p80':>7} {'ms':>8} {'599M ms':>8} {'regs':>7} error")
+    for row in rows:
+        error = "" if row["error"] is None else f"{row['error']:.1e}"
+        print(
+            f"{row['nbits']:>4} {row['variant']:<18} {row['gtok']:>7} {row['p20']:>7} {row['p80']:>7} "
+            f"{row['ms']:>8} {row['ms_599M']:>8} {row['registers']:>7} {error}"
+        )
+    if args.json:
+        args.json.write_text(json.dumps({"device": device, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

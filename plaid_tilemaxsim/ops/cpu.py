@@ -1,0 +1,221 @@
+"""The search's operations for CPU tensors: fp32, plain torch, nothing to compile.
+
+    residual MaxSim   sum_i max_t (CS[code_t, i] + <q_i, w[residual_t]>) * inv_norm_t
+    centroid MaxSim   sum_i max_t CS[code_t, i]
+
+Two ideas make it fast. Residuals are never decoded: a byte of a residual adds one of 256 values to the product with
+each query token, so the products of all bytes with the query are tabulated (PD x 256 rows of LQ floats, in cache)
+and a token is the sum of PD of these rows, which torch's embedding_bag adds up. And passages are scored in tiles of
+similar length, padded by repeating a passage's own last token (no maximum changes), so that one vectorised ``amax``
+takes the maxima of a whole tile while it is in cache.
+
+Arguments are those of :mod:`.api`, which checks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from plaid_tilemaxsim.ops.api import CentroidScores
+
+# Similarities of one tile for each of torch's threads: 2 MB of fp32 stay in the outer caches, and smaller tiles pay
+# more for each torch call.
+_TILE_SIMILARITIES = 1 << 19
+# The same where only codes and flags are looked at.
+_TILE_CODES = 1 << 16
+# Beyond its first _TILE_LEAST tokens a tile takes no passage shorter than this share of its longest: the padding
+# of so many tokens costs about what another tile's calls do.
+_TILE_FILL = 0.75
+_TILE_LEAST = 1 << 13
+# Query tokens whose byte products are tabulated at once: 4 MB at 32 residual bytes.
+_QUERY_BLOCK = 128
+# Up to this share of kept centroids the surviving tokens are packed; above, pruned rows are set to -inf in a copy.
+_SPARSE_KEEP = 0.2
+
+
+def centroid_scores(Q: Tensor, centroids: Tensor, threshold: float | None = None) -> CentroidScores:
+    """Scores fp32 ``[C, LQ]`` of ``centroids [C, DIM]`` with ``Q [LQ, DIM]``; keep: rows whose best >= threshold."""
+    table = centroids.to(Q.dtype) @ Q.T
+    keep = None if threshold is None else (table.amax(1) >= threshold).to(torch.uint8)
+    return CentroidScores(table=table, scale=torch.ones(1), LQ=Q.size(0), keep=keep)
+
+
+def candidates(cs: CentroidScores, ncells: int, ivf_pids: Tensor, ivf_offsets: Tensor, num_passages: int) -> Tensor:
+    """Passages in the lists of each query token's ``ncells`` best centroids: int32, ascending, each once.
+
+    ``ivf_pids`` int32, list of centroid c: ``ivf_pids[ivf_offsets[c] : ivf_offsets[c + 1]]``; pids < ``num_passages``.
+    Which of equally good centroids is probed at the cut is unspecified. ValueError unless 1 <= ncells <= C.
+    """
+    C = cs.table.size(0)
+    if not 1 <= ncells <= C:
+        raise ValueError(f"ncells: expected 1..{C}, the number of centroids, got {ncells}")
+    best = cs.table.argmax(0) if ncells == 1 else cs.table.topk(ncells, dim=0, sorted=False).indices.flatten()
+    cells = best.unique()
+    first = ivf_offsets.index_select(0, cells)
+    lists = ivf_pids.index_select(0, _rows(first, ivf_offsets.index_select(0, cells + 1) - first))
+    found = torch.zeros(num_passages, dtype=torch.bool).index_fill_(0, lists.long(), True)
+    return found.nonzero().view(-1).to(torch.int32)
+
+
+def centroid_maxsim(
+    cs: CentroidScores, codes: Tensor, offsets: Tensor, pids: Tensor | None = None, use_keep: bool = False
+) -> Tensor:
+    """Approximate MaxSim fp32 ``[n]`` from ``cs``; with ``use_keep`` over tokens whose centroid is kept."""
+    table = cs.table
+    first, lengths = _passages(offsets, pids)
+    if not use_keep:
+        return _table_maxsim(table, codes, first, lengths)
+    assert cs.keep is not None
+    keep = cs.keep.bool()
+    kept = int(keep.count_nonzero())
+    if kept == keep.numel():
+        return _table_maxsim(table, codes, first, lengths)
+    if kept > _SPARSE_KEEP * keep.numel():
+        return _table_maxsim(table.masked_fill(~keep[:, None], -torch.inf), codes, first, lengths)
+    survivors, owners, counts = [], [], []
+    for passages, tokens in _tiles(first, lengths, _TILE_CODES):
+        tile = codes.index_select(0, tokens.view(-1))
+        alive = keep.index_select(0, tile)
+        survivors.append(tile.masked_select(alive))
+        counts.append(alive.view(tokens.shape).sum(1))
+        owners.append(passages)
+    scores = torch.full(lengths.shape, -torch.inf)
+    if survivors:
+        lengths = torch.cat(counts)
+        packed_first = lengths.cumsum(0) - lengths
+        scores[torch.cat(owners)] = _table_maxsim(table, torch.cat(survivors), packed_first, lengths)
+    return scores
+
+
+def residual_maxsim(
+    Q: Tensor,
+    cs: CentroidScores,
+    codes: Tensor,
+    residuals: Tensor,
+    inv_norms: Tensor,
+    inv_norm_lo: float,
+    inv_norm_step: float,
+    bucket_weights: Tensor,
+    nbits: int,
+    offsets: Tensor,
+    pids: Tensor | None = None,
+) -> Tensor:
+    """Exact MaxSim of compressed passages, fp32 ``[n]``; error about 1e-6 a query token for unit vectors."""
+    first, lengths = _passages(offsets, pids)
+    PD, per_byte = residuals.size(1), 8 // nbits
+    weights = _byte_weights(bucket_weights, nbits)  # [256, per_byte]
+    row = torch.arange(PD, dtype=torch.int32) * 256
+    scores = torch.where(lengths > 0, 0.0, -torch.inf)
+    for block in range(0, Q.size(0), _QUERY_BLOCK):
+        q = Q[block : block + _QUERY_BLOCK]
+        LQ = q.size(0)
+        table = cs.table if LQ == cs.LQ else cs.table[:, block : block + LQ].contiguous()
+        # [PD, 256, LQ]: row p * 256 + b is the product of byte b at place p with the block's query tokens
+        products = (weights @ q.view(LQ, PD, per_byte).permute(1, 2, 0)).view(PD * 256, LQ)
+        for passages, tokens in _tiles(first, lengths, _TILE_SIMILARITIES // LQ):
+            flat = tokens.view(-1)
+            tile = embedding_bag(residuals.index_select(0, flat) + row, products, mode="sum")  # [m * L, LQ]
+            tile += table.index_select(0, codes.index_select(0, flat))
+            tile *= _inverse_norms(inv_norms, inv_norm_lo, inv_norm_step, flat)[:, None]
+            scores[passages] += tile.view(*tokens.shape, LQ).amax(1).sum(1)
+    return scores
+
+
+def select_top(scores: Tensor, pids: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """The ``m`` best (pids, scores) in input order; of those tied at the cut, the smallest pids.
+
+    ``scores`` fp32 ``[n]`` without NaN, ``pids`` ``[n]``. All n when m >= n; n is what it returns then.
+    """
+    if m >= scores.numel():
+        return pids, scores
+    if m <= 0:
+        return pids[:0], scores[:0]
+    cut = scores.topk(m, sorted=False).values.amin()
+    chosen = scores > cut
+    tied = (scores == cut).nonzero().view(-1)
+    room = m - int(chosen.count_nonzero())
+    if room < tied.numel():
+        tied = tied[pids[tied].argsort(stable=True)[:room]]
+    chosen[tied] = True
+    return pids[chosen], scores[chosen]
+
+
+def topk(scores: Tensor, pids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` best (pids, scores): score descending, then pid ascending, also at the cut; all when k >= n.
+
+    ``scores`` fp32 ``[n]`` without NaN, ``pids`` ``[n]`` in any order; a pid given twice is returned twice.
+    """
+    pids, scores = select_top(scores, pids, k)
+    by_pid = pids.argsort(stable=True)
+    order = by_pid[scores[by_pid].argsort(descending=True, stable=True)]
+    return pids[order], scores[order]
+
+
+def _passages(offsets: Tensor, pids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """First token and number of tokens of each passage to score, int64 ``[n]``."""
+    if pids is None:
+        return offsets[:-1], offsets.diff()
+    first = offsets.index_select(0, pids)
+    return first, offsets.index_select(0, pids + 1) - first
+
+
+def _rows(first: Tensor, lengths: Tensor) -> Tensor:
+    """The numbers first[i] .. first[i] + lengths[i] - 1 for each i in turn."""
+    shift = first - (lengths.cumsum(0) - lengths)
+    return torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)
+
+
+def _tiles(first: Tensor, lengths: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """All passages that have tokens, the longest first, in tiles of at most ``size`` tokens a thread (or one passage).
+
+    Yields (passages int64 ``[m]`` as indices of ``lengths``, tokens int64 ``[m, L]``). A row holds the token numbers
+    of a passage and repeats the last one up to the tile's longest passage.
+    """
+    size *= torch.get_num_threads()
+    lengths, order = lengths.sort(descending=True)
+    first, last = first.index_select(0, order), lengths - 1
+    ascending = lengths.flip(0)
+    start, end = 0, int(lengths.count_nonzero())
+    while start < end:
+        L = int(lengths[start])
+        similar = lengths.numel() - int(torch.searchsorted(ascending, int(_TILE_FILL * L)))
+        stop = min(max(similar, start + _TILE_LEAST // L), start + size // L, end)
+        stop = max(stop, start + 1)
+        tokens = torch.minimum(torch.arange(L), last[start:stop, None]).add_(first[start:stop, None])
+        yield order[start:stop], tokens
+        start = stop
+
+
+def _table_maxsim(table: Tensor, codes: Tensor, first: Tensor, lengths: Tensor) -> Tensor:
+    """Sums of maxima of the table's rows of each passage's codes, fp32 ``[n]``; -inf without tokens."""
+    LQ = table.size(1)
+    scores = torch.full(lengths.shape, -torch.inf)
+    for passages, tokens in _tiles(first, lengths, _TILE_SIMILARITIES // LQ):
+        tile = table.index_select(0, codes.index_select(0, tokens.view(-1)))  # [m * L, LQ]
+        scores[passages] = tile.view(*tokens.shape, LQ).amax(1).sum(1)
+    return scores
+
+
+def _byte_weights(bucket_weights: Tensor, nbits: int) -> Tensor:
+    """Bucket weights ``[256, 8 / nbits]`` of each value of a residual byte, in dimension order.
+
+    ColBERT packs from the high bits down, and each slot of nbits holds its bucket index with the bits reversed.
+    """
+    slot_shift = torch.arange(8 - nbits, -1, -nbits)
+    slots = (torch.arange(256)[:, None] >> slot_shift) & (2**nbits - 1)
+    bit = torch.arange(nbits)
+    index = (((slots[..., None] >> bit) & 1) << (nbits - 1 - bit)).sum(-1)
+    return bucket_weights[index]
+
+
+def _inverse_norms(inv_norms: Tensor, lo: float, step: float, tokens: Tensor) -> Tensor:
+    """Decoded inverse norms of ``tokens``: fp32, or uint16 steps of ``step`` from ``lo``."""
+    if inv_norms.dtype == torch.uint16:
+        steps = inv_norms.view(torch.int16).index_select(0, tokens).to(torch.int32) & 0xFFFF
+        return steps.to(torch.float32).mul_(step).add_(lo)
+    stored = inv_norms.index_select(0, tokens)
+    return stored if (lo, step) == (0.0, 1.0) else stored * step + lo

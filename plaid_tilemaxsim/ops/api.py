@@ -194,11 +194,11 @@ def residual_maxsim(
     inverse_norms = (inv_norms, inv_norm_lo, inv_norm_step)
     if chosen == "triton":
         _int16_table(cs)
-        from . import residual_kernel
+        from . import residual_fast_kernel, residual_kernel, tuning
 
-        residual_kernel.residual_maxsim(
-            Q, cs, codes, residuals, *inverse_norms, bucket_weights, nbits, offsets, pids, out, count
-        )
+        fast = tuning.residual_is_fast(tuning.arch(device), nbits, DIM)
+        launch = residual_fast_kernel.residual_maxsim if fast else residual_kernel.residual_maxsim
+        launch(Q, cs, codes, residuals, *inverse_norms, bucket_weights, nbits, offsets, pids, out, count)
         return out
     n = _host_count(out, count)
     selected = None if pids is None else pids[:n]

@@ -53,7 +53,7 @@ def _centroid_scores_kernel(
             squares += tl.sum(q * q, 0)
         norm2 = tl.maximum(norm2, tl.max(squares, 0))
     scale = tl.sqrt(norm2) * cmax / 32767.0
-    per_step = tl.where(scale > 0, 1.0 / scale, 0.0)
+    per_step = tl.where(scale > 0, 1.0 / tl.maximum(scale, 1e-38), 0.0)
     if tl.program_id(0) == 0:
         tl.store(scale_ptr, scale)
         tl.store(table_ptr + C.to(tl.int64) * LQP + tl.arange(0, LQP), tl.full([LQP], -32768, dtype=tl.int16))

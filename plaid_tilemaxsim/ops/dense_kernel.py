@@ -87,7 +87,8 @@ def _dense_maxsim_kernel(
         last = tl.minimum(tl.load(count_ptr), n)
     qs = ()
     for k in tl.static_range(PIECES):
-        qs = qs + (_query_block(Q_ptr, k * BLOCK_D, NQ, LQ, query_stride, DIM, LQP, BLOCK_Q, BLOCK_D),)
+        piece = _query_block(Q_ptr, k * BLOCK_D, NQ, LQ, query_stride, DIM, LQP, BLOCK_Q, BLOCK_D)
+        qs = qs + (piece,)  # type: ignore[assignment]  # noqa: RUF005 (triton knows no unpacking)
     if ONE_TILE:
         # padded, ND <= BLOCK_N: the loads run ahead from passage to passage
         for i in tl.range(tl.program_id(0), last, tl.num_programs(0), num_stages=STAGES):
@@ -144,9 +145,9 @@ def dense_maxsim(
     if padded and ND == 0:
         out.fill_(float("-inf"))
         return
-    blocks = tuning.dense_blocks(
-        tuning.arch(D.device), D.element_size(), DIM, LQ, NQ, ND if padded and lengths is None else None
-    )
+    fixed_length = ND if padded and lengths is None else None
+    arch = tuning.arch(D.device)
+    blocks = tuning.dense_blocks(arch, D.element_size(), DIM, LQ, NQ, fixed_length, precision)
     LQP, queries = blocks.LQP, blocks.BLOCK_Q // blocks.LQP
     grid = (min(n, blocks.programs_per_sm * tuning.num_sms(D.device)),)
     for query in range(0, NQ, queries):

@@ -127,6 +127,13 @@ def residual_blocks(arch: int, nbits: int, DIM: int, LQP: int) -> ResidualBlocks
     )
 
 
+def residual_is_fast(arch: int, nbits: int, DIM: int) -> bool:
+    """Whether residual MaxSim runs ``residual_fast_kernel`` (inline PTX) rather than the portable ``residual_kernel``."""
+    from . import residual_fast_kernel
+
+    return not interpreted() and arch >= 80 and residual_fast_kernel.supported(nbits, DIM)
+
+
 @dataclass(frozen=True)
 class DenseBlocks:
     LQP: int
@@ -143,7 +150,9 @@ _SHARED_BYTES = {80: 150 << 10, 90: 210 << 10, 100: 210 << 10}
 _SHARED_BYTES_SMALL = 92 << 10
 
 
-def dense_blocks(arch: int, itemsize: int, DIM: int, LQ: int, NQ: int, fixed_length: int | None) -> DenseBlocks:
+def dense_blocks(
+    arch: int, itemsize: int, DIM: int, LQ: int, NQ: int, fixed_length: int | None, precision: str = "ieee"
+) -> DenseBlocks:
     """Dense MaxSim; ``fixed_length`` is the common length of all passages, None where lengths differ.
 
     Columns: one query of up to 128 tokens, or several short ones up to 128 together. On sm_90, DIM 128, fp16, 32
@@ -151,27 +160,34 @@ def dense_blocks(arch: int, itemsize: int, DIM: int, LQ: int, NQ: int, fixed_len
     single-warp programs with 32-row tiles. Wider rows need the query in shared memory: 4 warps.
     """
     BLOCK_D = dim_block(DIM, 256 // itemsize)
-    row = -(-DIM // BLOCK_D) * BLOCK_D * itemsize
+    # tf32x3 keeps both parts of its operands
+    row = -(-DIM // BLOCK_D) * BLOCK_D * itemsize * (2 if itemsize == 4 and precision == "tf32x3" else 1)
     budget = _SHARED_BYTES.get(arch, _SHARED_BYTES_SMALL)
     columns = 128
     while columns > 16 and columns * row > budget // 2:
         columns //= 2
     LQP = min(columns, max(16, 1 << (LQ - 1).bit_length()))
     BLOCK_Q = LQP * (min(1 << (NQ - 1).bit_length(), columns // LQP) if LQ <= LQP else 1)
-    narrow = row <= 256 and BLOCK_Q <= 32
+    narrow = itemsize == 2 and row <= 256 and BLOCK_Q <= 32
     if narrow and fixed_length is None:
-        BLOCK_N, num_warps, stages, programs = 32, 1, 3, 8
+        num_warps, programs, largest = 1, 8, 32
     else:
-        BLOCK_N, num_warps, stages, programs = 128 if narrow else 64, 4, 3, 2
+        num_warps, programs, largest = 4, 2, 128 if narrow else 64
         if itemsize == 4 and arch < 90:
-            BLOCK_N = 32
+            largest = 32
         if fixed_length is not None:
-            BLOCK_N = min(BLOCK_N, max(32, 1 << (fixed_length - 1).bit_length()))
-    query_bytes = row * BLOCK_Q if num_warps > 1 else 0
-    while BLOCK_N > 16 and stages * BLOCK_N * row + query_bytes > budget:
-        if stages > 2:
-            stages -= 1
-        else:
-            BLOCK_N //= 2
-    programs = max(1, min(programs, budget // (stages * BLOCK_N * row + query_bytes)))
-    return DenseBlocks(LQP, BLOCK_N, BLOCK_Q, BLOCK_D, num_warps, stages, programs)
+            largest = min(largest, max(32, 1 << (fixed_length - 1).bit_length()))
+
+    def shared_bytes(BLOCK_N: int, stages: int) -> int:
+        # wgmma (64 rows or more) reads the query from shared memory, mma.sync from registers
+        query = row * BLOCK_Q if arch >= 90 and num_warps > 1 and BLOCK_N >= 64 else 0
+        return stages * BLOCK_N * row + query
+
+    tiles = [(n, stages) for n in (128, 64, 32, 16) if n <= largest for stages in (3, 2)]
+    tile = next((tile for tile in [*tiles, (16, 1)] if shared_bytes(*tile) <= budget), None)
+    if tile is None:
+        raise ValueError(
+            f"precision: expected ieee or tf32 for fp32 with DIM {DIM} on sm_{arch} (shared memory), got {precision}"
+        )
+    programs = max(1, min(programs, budget // shared_bytes(*tile)))
+    return DenseBlocks(LQP, tile[0], BLOCK_Q, BLOCK_D, num_warps, tile[1], programs)

@@ -1,0 +1,113 @@
+"""A small compressed collection with awkward passages, and what a comparison has to show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from plaid_tilemaxsim.ops import api, reference
+
+# Around the tiles of 16, 32, 64 and 128 tokens; the first and last passages are empty.
+LENGTHS = (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 2, 0)
+# Unit roundoff of fp16.
+U16 = 2.0**-11
+
+
+@dataclass
+class Collection:
+    Q: Tensor
+    centroids: Tensor
+    codes: Tensor
+    residuals: Tensor
+    bucket_weights: Tensor
+    nbits: int
+    offsets: Tensor
+    inv_norms: Tensor  # fp32 [T]
+    device: str
+
+    @property
+    def raw(self) -> tuple[Tensor, Tensor, Tensor, Tensor, int, Tensor]:
+        """Arguments of reference.residual_maxsim after Q."""
+        return self.codes, self.residuals, self.centroids, self.bucket_weights, self.nbits, self.offsets
+
+    def centroid_scores(self, threshold: float | None = None, **kwargs) -> api.CentroidScores:
+        return api.centroid_scores(self.Q, self.centroids, threshold, impl="triton", **kwargs)
+
+
+def make_collection(
+    device: str,
+    LQ: int,
+    DIM: int,
+    nbits: int = 2,
+    C: int = 150,
+    lengths: tuple[int, ...] = LENGTHS,
+    negative: bool = False,
+    seed: int = 0,
+) -> Collection:
+    """Unit-vector query and centroids, random codes and residuals; ``negative``: every similarity is below zero."""
+    g = torch.Generator().manual_seed(seed)
+    Q = normalize(torch.randn(LQ, DIM, generator=g), dim=1)
+    centroids = normalize(torch.randn(C, DIM, generator=g), dim=1)
+    if negative:
+        # one half-space for the query, the other for the centroids; the residuals are too short to cross over
+        Q, centroids = normalize(Q.abs(), dim=1), normalize(-centroids.abs(), dim=1)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    T = int(offsets[-1])
+    bucket_weights = torch.linspace(-0.06, 0.055, 2**nbits) + 0.003 * torch.rand(2**nbits, generator=g)
+    residuals = torch.randint(0, 256, (T, DIM * nbits // 8), generator=g).to(torch.uint8)
+    codes = torch.randint(0, C, (T,), generator=g).to(torch.int32)
+    centroids = centroids.half()
+    e = centroids[codes.long()].float() + reference.decode_residuals(residuals, nbits, bucket_weights, torch.float32)
+    return Collection(
+        Q=Q.to(device),
+        centroids=centroids.to(device),
+        codes=codes.to(device),
+        residuals=residuals.to(device),
+        bucket_weights=bucket_weights.to(device),
+        nbits=nbits,
+        offsets=offsets.to(device),
+        inv_norms=(1 / e.norm(dim=1)).to(device),
+        device=device,
+    )
+
+
+def quantised(inv_norms: Tensor) -> tuple[Tensor, float, float]:
+    """Inverse norms as uint16 with their lowest value and step."""
+    lo, hi = float(inv_norms.min()), float(inv_norms.max())
+    step = (hi - lo) / 65535 or 1.0
+    return ((inv_norms - lo) / step).round().to(torch.int32).to(torch.uint16), lo, step
+
+
+def poisoned(n: int, device: str) -> Tensor:
+    return torch.full((n,), float("nan"), device=device)
+
+
+def residual_tolerance(c: Collection, cs: api.CentroidScores) -> float:
+    """Four standard deviations of what the roundings add up to over a query, see api.residual_maxsim.
+
+    Per query token: the table rounds uniformly within a step (step / sqrt(12)); q_d and w_d each round by a relative
+    U16 / sqrt(3), over a unit query: sqrt(2 / 3) * U16 * |w|_max. Times the largest inverse norm; 1e-5 for fp32.
+    """
+    per_token = float(cs.scale) / 12**0.5 + (2 / 3) ** 0.5 * U16 * float(c.bucket_weights.abs().max())
+    return 4 * len(c.Q) ** 0.5 * per_token * float(c.inv_norms.max()) + 1e-5
+
+
+def assert_scores(got: Tensor, want: Tensor, tolerance: float) -> None:
+    """Same -inf, everything else within ``tolerance``; and the comparison would notice passages in another order."""
+    got, want = got.double().cpu(), want.double().cpu()
+    assert got.shape == want.shape
+    assert not got.isnan().any(), "unwritten or NaN scores"
+    assert torch.equal(got.isinf(), want.isinf())
+    finite = ~want.isinf()
+    got, want = got[finite], want[finite]
+    if want.numel():
+        worst = float((got - want).abs().max())
+        assert worst <= tolerance, f"worst difference {worst}, tolerance {tolerance}"
+    if len(want.unique()) > 1:
+        order = want.argsort()
+        shuffled = torch.empty_like(want)
+        shuffled[order] = want[order.roll(1)]
+        assert float((got - shuffled).abs().max()) > tolerance, "the tolerance accepts a shuffled scorer"

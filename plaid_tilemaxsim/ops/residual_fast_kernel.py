@@ -2,20 +2,23 @@
 
     score(p) = sum_q max_{t in p} (CS[codes[t], q] + Q[q] . w[residuals[t]]) * inv_norms[t]
 
-A warp scores 16 tokens at a time with ``mma.sync.m16n8k16``: tokens are the rows (A), query tokens the columns (B).
-The order of K inside a dot product is free, so it is chosen for the loads: lane ``4 g + t`` loads the bytes of rows g
-and g + 8 that it will itself multiply (for 2 bits and DIM = 128 bytes ``8 t .. 8 t + 7``, one 8-byte load), decodes them
-in registers, and Q is permuted to match (:func:`k_order`). Columns are permuted too, so that the table entries that
-start a lane's accumulators are 16 consecutive bytes. Nothing passes through shared memory.
+A warp scores 16 tokens at a time with ``mma.sync.m16n8k16``: tokens are the rows (A), query tokens the
+columns (B). The order of K inside a dot product is free, so it is chosen for the loads: lane ``4 g + t`` loads
+the bytes of rows g and g + 8 that it will itself multiply (for 2 bits and DIM = 128 bytes ``8 t .. 8 t + 7``,
+one 8-byte load), decodes them in registers, and Q is permuted to match (:func:`k_order`). Columns are permuted
+too, so that the table entries that start a lane's accumulators are 16 consecutive bytes. Nothing passes through
+shared memory.
 
-Decoding gives ``1024 + h`` in fp16 with a small integer h per weight, ``w = o + s h``: the factor s goes into Q, and
-o and 1024 into one constant per query token, added while the table entry is converted. A passage's last tile repeats its
-last token, which leaves maxima as they are. Maxima are taken on the bits of positive floats (a constant is added), where
-sm_90 has a three-input integer maximum.
+Decoding gives ``1024 + h`` in fp16 with a small integer h per weight, ``w = o + s h``: the factor s goes into Q,
+and o and 1024 into one constant per query token, added while the table entry is converted. A passage's last
+tile repeats its last token, which leaves maxima as they are. Maxima are taken on the bits of positive floats (a
+constant is added), where sm_90 has a three-input integer maximum.
 
 Loads run ahead of the arithmetic along the whole walk, across passages: the residuals and table rows of the next
 tile, the codes of the one after, the offsets of the passage after that, and its successor's pid.
 """
+
+# ruff: noqa: RUF005 (triton 3.6 has no starred tuples)
 
 from __future__ import annotations
 
@@ -31,11 +34,8 @@ from torch import Tensor
 from . import tuning
 from .api import CentroidScores
 
-# Words at the head of the workspace of a query block: decode table, then BIAS; then 32 constants (fp32); then Q.
-_TABLE_WORDS = 8
-_BIAS_AT = 8
-_OFFSETS_AT = 32
-_Q_AT = 64
+# The workspace of a block of query tokens, in words: decode table at 0, BIAS at 8, a constant per query token at 32, Q
+# fragments from 64 on.
 # Q fragments stay in registers up to this many, else they are read from L1 for every tile.
 _MAX_Q_REGISTERS = 64
 
@@ -64,9 +64,7 @@ def _bit_positions(nbits: int, size: int) -> list[list[tuple[int, int]]]:
         steps = []
         for word in range(0, bits, 32):
             halves = (0, 16) if bits >= 32 else (0,)
-            steps += [
-                [(word + half + field + 4 * i, 0) for i in range(4)] for field in (0, 2) for half in halves
-            ]
+            steps += [[(word + half + field + 4 * i, 0) for i in range(4)] for field in (0, 2) for half in halves]
         return steps
     steps = []
     for word in range(0, bits, 32):
@@ -114,12 +112,7 @@ class _Ptx:
         return d
 
     def text(self) -> str:
-        return (
-            "{\n"
-            + f".reg .b32 r<{self.n + 1}>;\n.reg .b16 h<2>;\n.reg .pred p;\n"
-            + "\n".join(self.lines)
-            + "\n}"
-        )
+        return "{\n" + f".reg .b32 r<{self.n + 1}>;\n.reg .b16 h<2>;\n.reg .pred p;\n" + "\n".join(self.lines) + "\n}"
 
 
 def _selectors2(p: _Ptx, x: str, size: int, table: list[str]) -> list[str]:
@@ -142,9 +135,7 @@ def _decode2(p: _Ptx, x: str, size: int, table: list[str]) -> list[tuple[str, st
     steps = []
     for selector in _selectors2(p, x, size, table):
         four = p("prmt.b32", table[0], table[0], selector)
-        steps.append(
-            (p("prmt.b32", four, "0x64646464", "0x4140"), p("prmt.b32", four, "0x64646464", "0x4342"))
-        )
+        steps.append((p("prmt.b32", four, "0x64646464", "0x4140"), p("prmt.b32", four, "0x64646464", "0x4342")))
     return steps
 
 
@@ -235,8 +226,8 @@ def tile_int8(nbits: int, DIM: int, NT: int, mode: str) -> Tile:
     steps = []
     for row in range(2):
         decoded = []
-        for i, size in enumerate(size for _, size in loads for _ in range(max(size // 4, 1))):
-            decoded += _decode2_int8(p, rows[row][i], size, table)
+        for i, n in enumerate([size for _, size in loads for _ in range(max(size // 4, 1))]):
+            decoded += _decode2_int8(p, rows[row][i], n, table)
         steps.append(decoded)
 
     def multiply(digit: int, acc: list[list[str]]) -> list[list[str]]:
@@ -281,8 +272,8 @@ def tile_int8(nbits: int, DIM: int, NT: int, mode: str) -> Tile:
 def tile(nbits: int, DIM: int, NT: int, mode: str) -> Tile:
     """PTX that turns loaded words into running maxima of 16 tokens x 8 NT query tokens.
 
-    Operands: 2 NT maxima out; words of row g, of row g + 8; NT table words of row g, of row g + 8; inverse norms of both;
-    BIAS; 2 NT constants; decode table; 2 NT maxima in; Q fragments (or their int64 address).
+    Operands: 2 NT maxima out; words of row g, of row g + 8; NT table words of row g, of row g + 8; inverse norms
+    of both; BIAS; 2 NT constants; decode table; 2 NT maxima in; Q fragments (or their int64 address).
     """
     p = _Ptx()
     loads = pieces(nbits, DIM)
@@ -333,7 +324,7 @@ def tile(nbits: int, DIM: int, NT: int, mode: str) -> Tile:
                         fragments += q[j : j + 4]
                     else:
                         four = [p.new() for _ in range(4)]
-                        p.lines.append(f"ld.global.nc.v4.b32 {{{', '.join(four)}}}, [{q[0]}+{j * 128}];")
+                        p.lines.append(f"ld.global.v4.b32 {{{', '.join(four)}}}, [{q[0]}+{j * 128}];")
                         fragments += four
                 for n in range(NT):
                     d = ", ".join(acc[n])
@@ -528,13 +519,9 @@ def _load(base, index, STRIDE: tl.constexpr, KIND: tl.constexpr, N: tl.constexpr
     )
     CONSTRAINTS: tl.constexpr = "=r," * N + "l,r"
     if N == 1:
-        return (
-            tl.inline_asm_elementwise(ASM, CONSTRAINTS, [base, index], dtype=tl.int32, is_pure=True, pack=1),
-        )
+        return (tl.inline_asm_elementwise(ASM, CONSTRAINTS, [base, index], dtype=tl.int32, is_pure=True, pack=1),)
     else:
-        return tl.inline_asm_elementwise(
-            ASM, CONSTRAINTS, [base, index], dtype=(tl.int32,) * N, is_pure=True, pack=1
-        )
+        return tl.inline_asm_elementwise(ASM, CONSTRAINTS, [base, index], dtype=(tl.int32,) * N, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -711,9 +698,7 @@ def _residual_maxsim_kernel(
     maxima = nothing
     while i_x < n:
         for _ in tl.static_range(UNROLL):
-            y = _load_tile(
-                tokens, codes, table_at, residuals_at, inv_norms_at, NT, LOADS, LQP, ROW_BYTES, INV_BYTES
-            )
+            y = _load_tile(tokens, codes, table_at, residuals_at, inv_norms_at, NT, LOADS, LQP, ROW_BYTES, INV_BYTES)
             tokens = _tokens(start_z, left_z, row)
             codes = _load(codes_at, tokens[0], 4, "b32", 1) + _load(codes_at, tokens[1], 4, "b32", 1)
 
@@ -787,9 +772,7 @@ def _order(nbits: int, DIM: int, device: torch.device) -> Tensor:
     exponents = [0] * DIM
     for dim, exponent in slots:
         exponents[dim] = exponent
-    return torch.tensor([d + 65536 * e for d, e in slots[: 16 * DIM]] + exponents, dtype=torch.int32).to(
-        device
-    )
+    return torch.tensor([d + 65536 * e for d, e in slots[: 16 * DIM]] + exponents, dtype=torch.int32).to(device)
 
 
 @dataclass(frozen=True)
@@ -803,8 +786,17 @@ class Launch:
     mode: str = "fp16"
 
 
+def launch_for(arch: int, nbits: int, DIM: int, LQ: int) -> Launch:
+    """Choice for a chip and a shape; not measured yet. Q is read from L1 for every tile where DIM > 128."""
+    if arch in (86, 89):  # half the threads of an SM, the same registers
+        return Launch(programs_per_sm=12, unroll=1, group=16, maxnreg=168)
+    if DIM <= 128 and nbits < 4:
+        return Launch(programs_per_sm=16, unroll=1, group=16, maxnreg=128)
+    return Launch(programs_per_sm=12, unroll=1, group=16, maxnreg=168)
+
+
 def prepare(Q: Tensor, cs: CentroidScores, bucket_weights: Tensor, nbits: int, mode: str = "fp16") -> Tensor:
-    """Workspace of the kernel for one query, int32 ``[blocks of query tokens, words]``: table, constants, Q in order."""
+    """Workspace of the kernel for one query: int32 ``[blocks of query tokens, words]``, see the constants above."""
     LQ, DIM = Q.shape
     int8 = "int8" in mode
     shape = (tile_int8 if int8 else tile)(nbits, DIM, _column_tiles(cs), mode)
@@ -854,9 +846,9 @@ def residual_maxsim(
     launch: Launch | None = None,
 ) -> None:
     """See :func:`.api.residual_maxsim`; writes ``out`` fp32 ``[n]``. ``residuals`` rows must be 8-byte aligned."""
-    launch = launch or Launch(programs_per_sm=12, unroll=2, group=16, maxnreg=None)
     n = out.size(0)
     LQ, DIM = Q.shape
+    launch = launch or launch_for(tuning.arch(Q.device), nbits, DIM, LQ)
     if n == 0:
         return
     if codes.size(0) == 0:

@@ -157,9 +157,16 @@ class Kernel:
                 current += character
         return [*parts, current.strip()]
 
-    def run(self, memory: Memory, params: list[int | float], program: tuple[int, int], limit: int = 10**7) -> int:
-        """Execute program ``program[0]`` of ``program[1]``; returns the number of instructions executed."""
-        regs: dict[str, Value] = {}
+    def run(
+        self,
+        memory: Memory,
+        params: list[int | float],
+        program: tuple[int, int] = (0, 1),
+        registers: dict[str, Value] | None = None,
+        limit: int = 10**7,
+    ) -> int:
+        """Execute program ``program[0]`` of ``program[1]``, from and into ``registers``; the number of instructions."""
+        regs: dict[str, Value] = {} if registers is None else registers
         predicates: dict[str, np.ndarray] = {}
 
         def read(name: str) -> Value:

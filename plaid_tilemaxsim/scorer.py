@@ -63,10 +63,13 @@ class TileMaxSimScorer(IndexScorer):
         self.index_path = str(index_path)
         self.use_gpu = use_gpu
         self.load_index_with_mmap = load_index_with_mmap
-        self._lock = threading.RLock()
-        self._warned: set[str] = set()
         self._revision = 0
         self._loaded_state: tuple[Any, ...] | None = None  # stock's tensors as they came from the files
+        self._start_without_engine()
+
+    def _start_without_engine(self) -> None:
+        self._lock = threading.RLock()
+        self._warned: set[str] = set()
         self._engine: SearchEngine | None = None
         self._engine_key: tuple[str, str] | None = None
         self._engine_state: tuple[Any, ...] | None = None  # None: the engine was built from the files
@@ -204,6 +207,15 @@ class TileMaxSimScorer(IndexScorer):
             if self._engine is not None:
                 self._engine.close()
             self._engine = self._engine_key = self._engine_state = self._reachable = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Stock's attributes, as stock pickles them; the engine is built again where it is needed."""
+        ours = ("_lock", "_warned", "_engine", "_engine_key", "_engine_state", "_reachable")
+        return {name: value for name, value in vars(self).items() if name not in ours}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start_without_engine()
 
     def __getattr__(self, name: str) -> Any:
         if name in _STOCK_ATTRIBUTES and self.__dict__.get("_loaded_state") is None and "_lock" in self.__dict__:

@@ -18,6 +18,7 @@ import torch
 
 import plaid_tilemaxsim
 from plaid_tilemaxsim import compat, plugin
+from plaid_tilemaxsim.config import SCORERS
 from tests.colbert_fixtures import PASSAGES, checkpoint, collection, enabled, index, stock_extensions  # noqa: F401
 from tests.synthetic import WORDS, make_queries
 
@@ -358,6 +359,48 @@ def test_spawned_children_get_the_plugin(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("children agree")
+
+
+INDEXER = """
+    import json
+    import sys
+
+    import plaid_tilemaxsim
+
+    if __name__ == "__main__":
+        plaid_tilemaxsim.enable()
+        from colbert import Indexer
+        from colbert.infra import ColBERTConfig, Run, RunConfig
+
+        checkpoint, collection, root, fields = sys.argv[1:]
+        with Run().context(RunConfig(nranks=1, root=root, experiment="e")):
+            config = ColBERTConfig(nbits=2, kmeans_niters=1, **json.loads(fields))
+            Indexer(checkpoint, config, verbose=1).index("spawned", json.load(open(collection)))
+"""
+
+
+@pytest.mark.parametrize("fields", [FLAGGED, pytest.param({}, marks=pytest.mark.slow)], ids=["flagged", "plain"])
+def test_spawned_indexer(tmp_path, checkpoint, collection, stock_extensions, fields):  # noqa: F811
+    """Stock's Indexer starts a child, which needs the plugin for transformers 5; stock reads what it writes."""
+    pytest.importorskip("faiss", reason="indexing needs faiss: pip install faiss-cpu")
+    (tmp_path / "main.py").write_text(textwrap.dedent(INDEXER))
+    (tmp_path / "collection.json").write_text(json.dumps(collection))
+    arguments = [checkpoint, tmp_path / "collection.json", tmp_path, json.dumps(fields)]
+    command = [sys.executable, "-W", "ignore", tmp_path / "main.py", *arguments]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    path = tmp_path / "e" / "indexes" / "spawned"
+    stored = json.loads((path / "metadata.json").read_text())["config"]
+    assert {name: stored[name] for name in plugin.FIELDS if name in stored} == fields
+
+    compat.apply()
+    results = [Searcher(str(path), collection=collection, verbose=1).search(collection[5], k=3)]
+    plaid_tilemaxsim.enable()
+    for scorer in SCORERS:
+        config = ColBERTConfig(scorer=scorer, scorer_options={})
+        results.append(Searcher(str(path), collection=collection, config=config, verbose=1).search(collection[5], k=3))
+    plaid_tilemaxsim.disable()
+    assert [pids[0] for pids, _, _ in results] == [5, 5, 5]
 
 
 @pytest.mark.usefixtures("enabled", "stock_extensions")

@@ -1,6 +1,8 @@
 """TileMaxSimScorer: stock's surface over the engine, on stock's files."""
 
+import copy
 import logging
+import pickle
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -477,6 +479,14 @@ class TestUpdates:
         ranker.set_embeddings_strided()
         ranker.rank(settings(), Q)
         assert ranker._engine is not engine
+
+    def test_pickle_keeps_the_update(self, plain):
+        ranker, Q = TileMaxSimScorer(str(plain), USE_GPU), make_queries(plain, n=1)
+        before, _ = ranker.rank(settings(), Q, k=10)
+        assert pickle.loads(pickle.dumps(ranker)).rank(settings(), Q, k=10)[0] == before
+        ranker.ivf = self.removed(ranker, before[:2])
+        for clone in (pickle.loads(pickle.dumps(ranker)), copy.deepcopy(ranker)):
+            assert clone.rank(settings(), Q, k=8)[0] == before[2:]
 
 
 class TestLazy:

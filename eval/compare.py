@@ -156,14 +156,17 @@ def compare(
         clamped += int((np.abs(truths[0] - truths[1]) > base.tolerance.ranking).sum())
 
         for side, pids, scores, truth in zip((base, other), (pids_a, pids_b), (scores_a, scores_b), truths):
-            error = scores - truth[np.searchsorted(union, pids)]
+            true = truth[np.searchsorted(union, pids)]
             # A passage without tokens is -inf or -9999 a token, depending on the system: no error to measure.
-            error = error[np.isfinite(truth[np.searchsorted(union, pids)])]
-            errors[side.name].add(error)
+            error = (scores - true)[np.isfinite(true)]
+            finite = np.isfinite(error)
+            errors[side.name].add(error[finite])
             limit = side.tolerance.score
-            if limit is not None and len(error) and not np.abs(error).max() <= limit:
+            if not finite.all():
+                fail(i, f"{side.name} score", f"{int((~finite).sum())} scores are not finite")
+            elif limit is not None and np.abs(error).max(initial=0.0) > limit:
                 fail(i, f"{side.name} score", f"off the oracle by {np.abs(error).max():.3g}, allowed {limit:g}")
-            if len(scores) > 1 and not (np.diff(scores) <= 0).all():
+            if not (scores[:-1] >= scores[1:]).all():
                 fail(i, f"{side.name} order", "scores are not descending")
             if len(np.unique(pids)) != len(pids):
                 fail(i, f"{side.name} pids", f"{len(pids) - len(np.unique(pids))} returned twice")
@@ -171,8 +174,8 @@ def compare(
         both = np.intersect1d(pids_a, pids_b)
         shared_truths = [t[np.searchsorted(union, both)] for t in truths]
         rank_a, rank_b = _ranks(pids_a, both), _ranks(pids_b, both)
-        finite = np.isfinite(shared_truths[0])
-        difference.add(scores_b[rank_b][finite].astype(np.float64) - scores_a[rank_a][finite])
+        apart = scores_b[rank_b].astype(np.float64) - scores_a[rank_a]
+        difference.add(apart[np.isfinite(apart) & np.isfinite(shared_truths[0])])
         top = (rank_a < knobs.k) | (rank_b < knobs.k)
         reordered, beyond, inversion = unordered_pairs(
             rank_a[top],

@@ -149,17 +149,26 @@ class Oracle:
         first query_maxlen ones.
         """
         cs = self.centroid_scores(Q)
-        cut = cs.topk(ncells, dim=0).values[-1]
-        # A centroid is certain when at most ncells - 1 others can come before it, possible when it can reach the cut.
-        certain = (cs > cs.topk(min(ncells + 1, cs.size(0)), dim=0).values[-1] + rounding) & (cs >= cut - rounding)
-        if cs.size(0) <= ncells:
-            certain = torch.ones_like(certain)
-        possible = cs >= cut - rounding
-        must, may = self._union(certain.any(1)), self._union(possible.any(1))
+        possible = cs >= cs.topk(ncells, dim=0).values[-1] - rounding
+        certain = torch.ones_like(possible)
+        if ncells < cs.size(0):
+            # Not even all that could come before a certain centroid fill the ncells places.
+            certain = cs > cs.topk(ncells + 1, dim=0).values[-1] + rounding
         got = torch.zeros(self.index.num_passages, dtype=torch.bool)
         got[candidates.long().cpu()] = True
-        missing, foreign = (must & ~got).nonzero().flatten(), (got & ~may).nonzero().flatten()
-        return _verdict(missing, foreign, "candidates")
+        missing = (self._union(certain.any(1)) & ~got).nonzero().flatten()
+        foreign = (got & ~self._union(possible.any(1))).nonzero().flatten()
+        verdict = _verdict(missing, foreign, "candidates")
+        # Of centroids that tie at the cut, enough must have been probed.
+        owner = torch.arange(cs.size(0)).repeat_interleave(self.index.ivf_offsets.diff())
+        absent = torch.zeros(cs.size(0), dtype=torch.int64).index_add_(
+            0, owner, (~got[self.index.ivf_pids.long()]).long()
+        )
+        probed = (possible & (absent == 0).to(possible.device)[:, None]).sum(0)
+        if verdict.right and (probed < ncells).any():
+            return Verdict(False, reason=f"candidates: {int((probed < ncells).sum())} query tokens with fewer than "
+                           f"{ncells} of their best centroids probed")  # fmt: skip
+        return verdict
 
     def _union(self, cells: Tensor) -> Tensor:
         """Mask over all passages of those in the lists of the masked centroids."""

@@ -5,10 +5,12 @@ Queries come encoded, so that all systems get the same Q and encoding is timed a
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,14 +49,6 @@ class Knobs:
             if k <= limit:
                 return cls(k, ncells, threshold, ndocs)
         return cls(k, 4, 0.4, max(4 * k, 4096))
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Knobs:
-        """From a configuration's object; unknown and missing keys are ValueErrors."""
-        names = [f.name for f in fields(cls)]
-        if set(values) != set(names):
-            raise ValueError(f"search: expected exactly the keys {', '.join(names)}, got {', '.join(values)}")
-        return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -225,15 +219,26 @@ def parse_system(name: str) -> tuple[str, dict[str, Any]]:
     return scorer, {key: value for key, _, value in pairs}
 
 
-def open_systems(names: Sequence[str], index: Path) -> tuple[Session, list[System]]:
-    """The named systems on one session. The plugin is enabled only if one of them needs it."""
+def open_systems(names: Sequence[str], index: Path) -> tuple[Session, list[System], dict[str, float]]:
+    """The named systems on one session, each loaded: (session, systems, seconds of loading by name).
+
+    The plugin is enabled only if one of them needs it. Stock compiles C++ or CUDA extensions the first time that it
+    loads on a machine, which takes minutes and is in its seconds then. What loading prints is dropped.
+    """
     parsed = [parse_system(name) for name in names]
     plugin = any(scorer == "tilemaxsim" for scorer, _ in parsed)
-    session = Session(index, plugin=plugin)
     systems: list[System] = []
-    for scorer, options in parsed:
-        systems.append(TileMaxSim(session, options) if scorer == "tilemaxsim" else Plaid(session, flag=plugin))
-    return session, systems
+    seconds = {}
+    with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
+        session = Session(index, plugin=plugin)
+        for name, (scorer, options) in zip(names, parsed):
+            system = TileMaxSim(session, options) if scorer == "tilemaxsim" else Plaid(session, flag=plugin)
+            system.use(Knobs.defaults(10))
+            started = time.perf_counter()
+            system.load()
+            seconds[name] = time.perf_counter() - started
+            systems.append(system)
+    return session, systems, seconds
 
 
 def _now(gpu: bool) -> float:

@@ -60,26 +60,27 @@ class ScorerConfig:
         elif options is not None and not isinstance(options, Mapping):
             raise ValueError(f"scorer_options: expected a dict or None, got {type(options).__name__}")
         given = _from_environment()
-        names = [field.name for field in fields(cls)]
         for name, value in (options or {}).items():
-            if name not in names:
-                raise ValueError(f"scorer_options: expected names from {names}, got {name!r}")
+            if name not in _VARIABLES:
+                raise ValueError(f"scorer_options: expected names from {list(_VARIABLES)}, got {name!r}")
             given[name] = value
         return cls(**given)
 
 
+_VARIABLES = {field.name: ENVIRONMENT_PREFIX + field.name.upper() for field in fields(ScorerConfig)}
+
+
 def _from_environment() -> dict[str, Any]:
     given: dict[str, Any] = {}
-    for field in fields(ScorerConfig):
-        variable = ENVIRONMENT_PREFIX + field.name.upper()
+    for name, variable in _VARIABLES.items():
         text = os.environ.get(variable)
         if not text:
             continue
-        given[field.name] = text
-        if field.name == "prefilter":
-            if not text.isdecimal():
-                raise ValueError(f"{variable}: expected an integer >= 1, got {text!r}")
-            given[field.name] = int(text)
+        if name in _CHOICES and text not in _CHOICES[name]:
+            raise ValueError(f"{variable}: expected one of {list(_CHOICES[name])}, got {text!r}")
+        if name == "prefilter" and not text.isdecimal():
+            raise ValueError(f"{variable}: expected an integer >= 1, got {text!r}")
+        given[name] = int(text) if name == "prefilter" else text
     return given
 
 

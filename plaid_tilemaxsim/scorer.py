@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import os
 import threading
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, cast
@@ -233,6 +234,19 @@ class TileMaxSimScorer(IndexScorer):
             with torch.inference_mode(False):
                 super().__init__(self.index_path, self.use_gpu, self.load_index_with_mmap)
             self._loaded_state = self._stock_state()
+            if self.load_index_with_mmap:
+                self._check_stock_maps()
+
+    def _check_stock_maps(self) -> None:
+        """Says so when stock maps its files at a wrong place: it skips a header of fixed length, torch's differ."""
+        path = os.path.join(self.index_path, "0.codes.pt")
+        codes = torch.load(path, map_location="cpu", mmap=True, weights_only=True)[:1024]
+        if not torch.equal(self.embeddings.codes[: len(codes)], codes):
+            logger.error(
+                "%s: colbert-ai reads this index wrongly with load_index_with_mmap=True, so scorer='plaid' ranks "
+                "at random; scorer='tilemaxsim' is not affected",
+                self.index_path,
+            )
 
     def _stock_state(self) -> tuple[Any, ...]:
         held = self.__dict__
@@ -271,6 +285,10 @@ class TileMaxSimScorer(IndexScorer):
 
     def _index_in_memory(self, stored: PlaidIndex) -> PlaidIndex:
         """The index as IndexUpdater left it in stock's tensors; centroids and buckets never change."""
+        if self.load_index_with_mmap:
+            raise ValueError(
+                f"{self.index_path}: expected load_index_with_mmap=False to search an updated index, got True"
+            )
         return type(stored).from_tensors(
             nbits=stored.nbits,
             centroids=stored.centroids,

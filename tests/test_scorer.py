@@ -489,6 +489,28 @@ class TestUpdates:
             assert clone.rank(settings(), Q, k=8)[0] == before[2:]
 
 
+@pytest.mark.skipif(USE_GPU, reason="stock maps files on CPU only")
+@pytest.mark.usefixtures("stock_extensions")
+class TestMmap:
+    """Stock's load_index_with_mmap, whose fixed header length does not fit what torch writes now."""
+
+    def test_ours_is_right_and_stocks_fault_is_said(self, tmp_path, caplog):
+        path = make_index(tmp_path / "index", chunk_size=1000)
+        Q = make_queries(path, n=1)
+        mapped = TileMaxSimScorer(str(path), False, True)
+        assert mapped.rank(settings(), Q) == TileMaxSimScorer(str(path), False).rank(settings(), Q)
+        mapped.prepare(settings(scorer="plaid"))
+        right = torch.equal(mapped.embeddings.codes, read_index(path).codes())
+        assert ("reads this index wrongly with load_index_with_mmap=True" in caplog.text) is not right
+
+    def test_updates_are_refused(self, tmp_path):
+        path = make_index(tmp_path / "index", chunk_size=1000)
+        mapped = TileMaxSimScorer(str(path), False, True)
+        mapped.ivf = StridedTensor(mapped.ivf.tensor, mapped.ivf.lengths, use_gpu=False)
+        with pytest.raises(ValueError, match="expected load_index_with_mmap=False to search an updated index"):
+            mapped.rank(settings(), make_queries(path, n=1))
+
+
 class TestLazy:
     def test_nothing_is_loaded_before_use(self, plain):
         ranker = TileMaxSimScorer(str(plain), USE_GPU)

@@ -406,11 +406,18 @@ class TestConfig:
         assert len(pids) == 32
         assert caplog.text.count("torch sees no CUDA device") == 1
 
-    def test_broken_index(self, tmp_path):
+    @pytest.mark.parametrize("verify", ["full", "structure"])
+    def test_broken_index(self, tmp_path, verify):
         path = make_index(tmp_path / "broken")
-        (path / "0.codes.pt").unlink()
-        with pytest.raises(ValueError, match=r"0\.codes\.pt"):
-            TileMaxSimScorer(str(path), USE_GPU).rank(settings(), make_queries(path, n=1))
+        codes = torch.load(path / "1.codes.pt")
+        codes[7] = 64
+        torch.save(codes, path / "1.codes.pt")
+        Q = make_queries(path, n=1)
+        ranker = TileMaxSimScorer(str(path), USE_GPU)
+        for file in ("1.codes.pt", "0.codes.pt"):
+            with pytest.raises(ValueError, match=file.replace(".", r"\.")):
+                ranker.rank(settings(scorer_options={"verify": verify}), Q)
+            (path / "0.codes.pt").unlink(missing_ok=True)
 
 
 @pytest.mark.usefixtures("stock_extensions")

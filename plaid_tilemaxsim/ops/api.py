@@ -205,9 +205,7 @@ def residual_maxsim(
     if chosen == "torch":
         from . import cpu
 
-        scores = cpu.residual_maxsim(
-            Q, cs, codes, residuals, *inverse_norms, bucket_weights, nbits, offsets, selected
-        )
+        scores = cpu.residual_maxsim(Q, cs, codes, residuals, *inverse_norms, bucket_weights, nbits, offsets, selected)
     else:
         from . import eager
 

@@ -28,8 +28,7 @@ from .api import CentroidScores
 @triton.jit
 def _max_halves(a, b):
     """Maximum of both int16 halves of int32 words (sm_90 and later)."""
-    return tl.inline_asm_elementwise("max.s16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32,
-    is_pure=True, pack=1)
+    return tl.inline_asm_elementwise("max.s16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit

@@ -26,8 +26,7 @@ def _query_tile(Q_ptr, q0, d0, LQ, DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLO
     """Q^T tile [BLOCK_D, BLOCK_Q] fp32; zero outside the query."""
     q = q0 + tl.arange(0, BLOCK_Q)
     d = d0 + tl.arange(0, BLOCK_D)
-    return tl.load(Q_ptr + q[None, :] * DIM + d[:, None], mask=(q < LQ)[None, :] & (d < DIM)[:, None],
-    other=0.0)
+    return tl.load(Q_ptr + q[None, :] * DIM + d[:, None], mask=(q < LQ)[None, :] & (d < DIM)[:, None], other=0.0)
 
 
 @triton.jit

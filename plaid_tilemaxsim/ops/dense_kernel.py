@@ -96,9 +96,7 @@ def _dense_maxsim_kernel(
             if HAS_LENGTHS:
                 length = tl.minimum(tl.load(lengths_ptr + i).to(tl.int32), ND)
             start = tl.cast(i, tl.int64) * ND
-            best = _tile_best(
-                D_ptr, qs, start, 0, length, DIM, FULL, PRECISION, BLOCK_N, BLOCK_Q, BLOCK_D, PIECES
-            )
+            best = _tile_best(D_ptr, qs, start, 0, length, DIM, FULL, PRECISION, BLOCK_N, BLOCK_Q, BLOCK_D, PIECES)
             _write_scores(best, out_ptr, i, n, NQ, LQ, HAS_BASE, LQP, BLOCK_Q)
     else:
         for i in range(tl.program_id(0), last, tl.num_programs(0)):
@@ -115,9 +113,7 @@ def _dense_maxsim_kernel(
                 length = (tl.load(offsets_ptr + pid + 1) - start).to(tl.int32)
             best = tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32)
             for t in tl.range(0, length, BLOCK_N, num_stages=STAGES):
-                tile = _tile_best(
-                    D_ptr, qs, start, t, length, DIM, FULL, PRECISION, BLOCK_N, BLOCK_Q, BLOCK_D, PIECES
-                )
+                tile = _tile_best(D_ptr, qs, start, t, length, DIM, FULL, PRECISION, BLOCK_N, BLOCK_Q, BLOCK_D, PIECES)
                 best = tl.maximum(best, tile)
             _write_scores(best, out_ptr, i, n, NQ, LQ, HAS_BASE, LQP, BLOCK_Q)
 

@@ -21,9 +21,7 @@ def centroid_scores(Q: Tensor, centroids: Tensor, threshold: float | None) -> Ce
     return CentroidScores(table, torch.ones(1, device=Q.device), Q.size(0), keep)
 
 
-def centroid_maxsim(
-    cs: CentroidScores, codes: Tensor, offsets: Tensor, pids: Tensor | None, use_keep: bool
-) -> Tensor:
+def centroid_maxsim(cs: CentroidScores, codes: Tensor, offsets: Tensor, pids: Tensor | None, use_keep: bool) -> Tensor:
     """See :func:`.api.centroid_maxsim`."""
     first, lengths = _passages(offsets, pids)
     scores = torch.empty(lengths.numel(), device=codes.device)
@@ -64,9 +62,7 @@ def residual_maxsim(
     return scores
 
 
-def dense_maxsim(
-    Q: Tensor, D: Tensor, lengths: Tensor | None, offsets: Tensor | None, pids: Tensor | None
-) -> Tensor:
+def dense_maxsim(Q: Tensor, D: Tensor, lengths: Tensor | None, offsets: Tensor | None, pids: Tensor | None) -> Tensor:
     """See :func:`.api.dense_maxsim`; ``Q [NQ, LQ, DIM]``, scores ``[NQ, n]``."""
     if offsets is not None:
         first, lengths = _passages(offsets, pids)

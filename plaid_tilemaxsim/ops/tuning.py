@@ -128,7 +128,7 @@ def residual_blocks(arch: int, nbits: int, DIM: int, LQP: int) -> ResidualBlocks
 
 
 def residual_is_fast(arch: int, nbits: int, DIM: int) -> bool:
-    """Whether residual MaxSim runs ``residual_fast_kernel`` (inline PTX) rather than the portable ``residual_kernel``."""
+    """Whether residual MaxSim runs ``residual_fast_kernel`` (inline PTX) or the portable ``residual_kernel``."""
     from . import residual_fast_kernel
 
     return not interpreted() and arch >= 80 and residual_fast_kernel.supported(nbits, DIM)

@@ -81,6 +81,12 @@ def quantised(inv_norms: Tensor) -> tuple[Tensor, float, float]:
     return ((inv_norms - lo) / step).round().to(torch.int32).to(torch.uint16), lo, step
 
 
+def flags(cs: api.CentroidScores) -> Tensor:
+    """``keep`` of scores that were made with a threshold."""
+    assert cs.keep is not None
+    return cs.keep
+
+
 def poisoned(n: int, device: str) -> Tensor:
     return torch.full((n,), float("nan"), device=device)
 

@@ -18,8 +18,11 @@ def c():
 
 
 @pytest.fixture
-def cs(c):
-    return c.centroid_scores(0.2)
+def cs():
+    """The kernel's form, for calls that fail before they compute."""
+    return api.CentroidScores(
+        torch.zeros(151, 16, dtype=torch.int16), torch.ones(1), 5, torch.ones(150, dtype=torch.uint8)
+    )
 
 
 def residual_arguments(c, cs):
@@ -39,7 +42,6 @@ def residual_arguments(c, cs):
         ({"Q": torch.zeros(64, 5).T}, "Q: expected contiguous"),
         ({"Q": torch.zeros(5, 96)}, "centroids.shape: expected [*, 96], got [150, 64]"),
         ({"centroids": torch.zeros(150, 64).double()}, "centroids.dtype: expected torch.float16 or torch.float32"),
-        ({"centroids": torch.zeros(150, 64)}, "centroids.dtype: expected torch.float16, got torch.float32"),
         ({"threshold": float("nan")}, "threshold: expected None or finite, got nan"),
         ({"cmax": -1.0}, "cmax: expected None or finite, >= 0, got -1.0"),
         ({"ncells": 0}, "ncells: expected None or 1..128, got 0"),
@@ -71,7 +73,10 @@ def test_centroid_maxsim_refuses(c, cs, change, message):
         api.centroid_maxsim(**arguments)
 
 
-def test_centroid_maxsim_needs_what_it_uses(c):
+def test_kernels_need_their_own_forms(device):
+    c = make_collection(device, 5, 64)
+    with pytest.raises(ValueError, match=r"centroids.dtype: expected torch.float16, got torch.float32"):
+        api.centroid_scores(c.Q, c.centroids.float(), impl="triton")
     with pytest.raises(ValueError, match="use_keep: expected centroid scores made with a threshold"):
         api.centroid_maxsim(c.centroid_scores(), c.codes, c.offsets, use_keep=True, impl="triton")
     fp32 = api.centroid_scores(c.Q, c.centroids, impl="reference")

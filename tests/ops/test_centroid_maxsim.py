@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from plaid_tilemaxsim.ops import api, centroid_kernel, reference, tuning
-
-from tests.ops.ragged import LENGTHS, assert_scores, make_collection, poisoned
+from tests.ops.ragged import LENGTHS, assert_scores, flags, make_collection, poisoned
 
 SHAPES = [(1, 64), (5, 96), (32, 128), (33, 64), (64, 64), (130, 64)]
 
@@ -49,7 +48,7 @@ def test_is_exact_on_the_table(use_keep, device):
     want = torch.full((len(LENGTHS),), -float("inf"), device=device)
     for pid in range(len(LENGTHS)):
         code = c.codes[c.offsets[pid] : c.offsets[pid + 1]].long()
-        code = code[cs.keep[code].bool()] if use_keep else code
+        code = code[flags(cs)[code].bool()] if use_keep else code
         if len(code):
             want[pid] = table[code].amax(0).sum().float() * cs.scale[0]
     assert torch.equal(scored(cs, c, use_keep=use_keep), want)
@@ -61,8 +60,8 @@ def test_pid_lists(dtype, device):
     c = make_collection(device, 32, 64)
     cs = c.centroid_scores()
     everything = scored(cs, c)
-    for pids in ([], [5], [13, 0, 5, 5, 15, 1, 5, 12, 11, 10, 9, 8]):
-        pids = torch.tensor(pids, dtype=dtype, device=device)
+    for listed in ([], [5], [13, 0, 5, 5, 15, 1, 5, 12, 11, 10, 9, 8]):
+        pids = torch.tensor(listed, dtype=dtype, device=device)
         assert torch.equal(scored(cs, c, pids), everything[pids.long()])
 
 

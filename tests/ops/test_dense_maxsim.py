@@ -5,7 +5,6 @@ import torch
 from torch.nn.functional import normalize
 
 from plaid_tilemaxsim.ops import api, reference
-
 from tests.ops.ragged import LENGTHS, assert_scores, poisoned
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -63,8 +62,8 @@ def test_packed(NQ, LQ, DIM, dtype, device):
 def test_pid_lists_and_count(dtype, device):
     Q, D, offsets = make(device, 1, 8, 64, torch.float16)
     everything = api.dense_maxsim(Q[0], D, offsets=offsets, impl="triton")
-    for pids in ([], [5], [13, 0, 5, 5, 15, 1, 5, 12]):
-        pids = torch.tensor(pids, dtype=dtype, device=device)
+    for listed in ([], [5], [13, 0, 5, 5, 15, 1, 5, 12]):
+        pids = torch.tensor(listed, dtype=dtype, device=device)
         assert torch.equal(
             api.dense_maxsim(Q[0], D, offsets=offsets, pids=pids, impl="triton"), everything[pids.long()]
         )

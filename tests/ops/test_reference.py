@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from plaid_tilemaxsim.ops import api, reference
-
 from tests.ops.ragged import LENGTHS, assert_scores, make_collection
 
 

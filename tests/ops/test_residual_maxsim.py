@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from plaid_tilemaxsim.ops import api, reference, residual_kernel
-
 from tests.ops.ragged import LENGTHS, assert_scores, make_collection, poisoned, quantised, residual_tolerance
 
 # (LQ, DIM, nbits): every bit width, one and several blocks of bytes, of columns, of DIM that is no power of two
@@ -75,8 +74,8 @@ def test_pid_lists(dtype, device):
     c = make_collection(device, 32, 64)
     cs = c.centroid_scores()
     everything = scored(c, cs)
-    for pids in ([], [5], [13, 0, 5, 5, 15, 1, 5, 12]):
-        pids = torch.tensor(pids, dtype=dtype, device=device)
+    for listed in ([], [5], [13, 0, 5, 5, 15, 1, 5, 12]):
+        pids = torch.tensor(listed, dtype=dtype, device=device)
         assert torch.equal(scored(c, cs, pids), everything[pids.long()])
 
 

@@ -1,0 +1,47 @@
+"""Ahead-of-time compilation: every launch compiles for the chips we name, without spills, within shared memory."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# Largest dynamic shared memory of one program, in bytes (CUDA C++ programming guide, compute capabilities).
+SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
+
+
+def compiled(arch, which):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.ops.aot", str(arch), which]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(arch, kernels):
+    wrong = [k for k in kernels if k["spills"] or k["shared_bytes"] > SHARED_LIMIT[arch]]
+    assert not wrong, wrong
+    assert all(0 < k["registers"] <= 255 for k in kernels)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_the_searchs_kernels(arch):
+    kernels = compiled(arch, "quick")
+    assert {k["kernel"] for k in kernels} == {
+        "_centroid_scores_kernel",
+        "_centroid_maxsim_kernel",
+        "_residual_maxsim_kernel",
+        "_dense_maxsim_kernel",
+    }
+    check(arch, kernels)
+    # 24 single-warp programs of the pruning kernel have to fit the 64 K registers of a multiprocessor
+    assert all(k["registers"] <= 80 for k in kernels if k["kernel"] == "_centroid_maxsim_kernel")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 89, 90])
+def test_every_kernel(arch):
+    check(arch, compiled(arch, "all"))

@@ -3,8 +3,8 @@
 colbert-ai's own indexer builds every index; what is ours is what surrounds it:
 
 - A collection is encoded once per checkpoint, in shards that survive an interruption, and indexes at any NBITS are
-  built from these vectors: `CollectionEncoder` is replaced by one that serves them, `compute_faiss_kmeans` by one that
-  remembers its centroids. Vectors are kept in fp16, to which the stock indexer rounds them before it uses them.
+  built from these vectors: `CollectionEncoder` is replaced by one that serves them. Centroids and codes, which stock
+  computes alike at every NBITS, are remembered. Vectors are kept in fp16, to which stock rounds them before use.
 - Each index is cached under a name with a digest of everything it depends on, and appears by a rename, whole.
 - The indexer runs in this process (a spawned child that dies would leave it waiting for ever) and, on CPU, needs no
   C++ compiler (`plaid_tilemaxsim.compat`). On GPU stock compiles two CUDA extensions to pack residuals.
@@ -16,13 +16,14 @@ Two builds on one machine are equal bit for bit.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -351,12 +352,21 @@ def _run_stock_indexer(
         raise ValueError("expected faiss, which colbert-ai trains centroids with: pip install faiss-cpu") from error
 
     stages = tqdm(total=3, desc=f"{dataset.name}: k-means", bar_format="{desc} [{elapsed}]", disable=not progress)
-    kmeans = stock.compute_faiss_kmeans
+    kmeans, compress = stock.compute_faiss_kmeans, stock.ResidualCodec.compress_into_codes
 
-    def remembered_kmeans(dim: int, partitions: int, niters: int, sample: Any, *rest: Any) -> torch.Tensor:
-        centroids = _remember_kmeans(kmeans, dim, partitions, niters, sample, embeddings.folder)
+    def remembered_kmeans(dim: int, partitions: int, niters: int, sample: Any) -> torch.Tensor:
+        def compute() -> torch.Tensor:
+            return kmeans(dim, partitions, niters, sample)
+
+        centroids = _remembered("centroids", [sample[0][0]], [partitions, niters], embeddings.folder, compute)
         stages.set_description(f"{dataset.name}: {options['nbits']}-bit residuals")
         return centroids
+
+    def remembered_codes(codec: Any, vectors: torch.Tensor, out_device: Any) -> torch.Tensor:
+        def compute() -> torch.Tensor:
+            return compress(codec, vectors, out_device)
+
+        return _remembered("codes", [codec.centroids, vectors], [], embeddings.folder, compute).to(out_device)
 
     run = RunConfig(
         nranks=1, avoid_fork_if_possible=True, root=str(folder.parent.parent), experiment="indexing",
@@ -371,6 +381,7 @@ def _run_stock_indexer(
         _stdout_to(log),
         _replaced(stock, "CollectionEncoder", lambda config, _: _ServedEncoder(dataset, embeddings, config)),
         _replaced(stock, "compute_faiss_kmeans", remembered_kmeans),
+        _replaced(stock.ResidualCodec, "compress_into_codes", remembered_codes),
         _replaced(stock, "tqdm", SimpleNamespace(tqdm=lambda items, **_: items)),
         _replaced(stock_utils, "tqdm", SimpleNamespace(tqdm=lambda items, **_: items)),
         Run().context(run),
@@ -393,20 +404,26 @@ def _run_stock_indexer(
         write_json(temporary / name, content)
 
 
-def _remember_kmeans(kmeans: Any, dim: int, partitions: int, niters: int, sample: Any, folder: Path) -> torch.Tensor:
-    """`kmeans(...)` of the sample [[[fp16 [n, dim]]], or what the same call gave before: NBITS does not enter it."""
-    import hashlib
+def _remembered(
+    name: str,
+    inputs: Sequence[torch.Tensor],
+    parameters: Sequence[int],
+    folder: Path,
+    compute: Callable[[], torch.Tensor],
+) -> torch.Tensor:
+    """compute(), or what it gave before for the same inputs and parameters, kept in `folder`.
 
+    NBITS enters neither the centroids nor the codes, which are most of the work of an index.
+    """
     import torch
 
-    vectors = sample[0][0].contiguous()
-    digest = hashlib.sha256(vectors.numpy().tobytes()).hexdigest()
-    key = sha256_json([digest, dim, partitions, niters, versions("faiss-cpu", "faiss-gpu")])[:16]
-    path = folder / f"centroids.{partitions}.{key}.pt"
+    digest = hashlib.sha256(repr((list(parameters), versions("colbert-ai", "faiss-cpu", "faiss-gpu"))).encode())
+    for tensor in inputs:
+        digest.update(tensor.detach().cpu().contiguous().numpy().data)
+    path = folder / f"{name}.{digest.hexdigest()[:16]}.pt"
     if not path.is_file():
-        centroids = kmeans(dim, partitions, niters, sample)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        torch.save(centroids, temporary)
+        torch.save(compute().cpu(), temporary)
         os.replace(temporary, path)
     return torch.load(path, weights_only=True)
 
@@ -449,13 +466,13 @@ def _slug(name: str) -> str:
 
 
 @contextlib.contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(module, name)
-    setattr(module, name, value)
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(module, name, original)
+        setattr(owner, name, original)
 
 
 @contextlib.contextmanager

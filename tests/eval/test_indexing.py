@@ -105,6 +105,7 @@ def test_indexes_share_encoding_and_centroids(indexes: dict[int, Path], cache: P
     centroids = [load(folder, "centroids.pt")[0] for folder in indexes.values()]
     assert torch.equal(centroids[0], centroids[1])
     assert torch.equal(centroids[0], centroids[2])
+    assert len(list((cache / "embeddings").glob("*/codes.*.pt"))) == 2  # of the held-out vectors and of all
 
 
 def test_a_searcher_finds_checkpoint_and_texts_by_the_index_alone(indexes, checkpoint: Path, dataset: Dataset) -> None:
@@ -153,7 +154,7 @@ def test_a_failed_build_leaves_no_index(checkpoint: Path, dataset: Dataset, tmp_
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(indexing, "_remember_kmeans", fail)
+    monkeypatch.setattr(indexing, "_remembered", fail)
     environment = dict(os.environ)
     with pytest.raises(OSError, match="disk full"):
         build_index(checkpoint, dataset, nbits=2, cache=tmp_path, progress=False)
@@ -163,6 +164,7 @@ def test_a_failed_build_leaves_no_index(checkpoint: Path, dataset: Dataset, tmp_
 
     assert stock.CollectionEncoder.__module__ == "colbert.indexing.collection_encoder"
     assert stock.compute_faiss_kmeans.__module__ == stock.__name__
+    assert stock.ResidualCodec.compress_into_codes.__module__ == "colbert.indexing.codecs.residual"
 
 
 @pytest.mark.parametrize("nbits", [0, 3, 16])

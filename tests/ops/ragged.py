@@ -28,6 +28,9 @@ class Collection:
     inv_norms: Tensor  # fp32 [T]
     device: str
 
+    def __post_init__(self) -> None:
+        self.stored = quantised(self.inv_norms)
+
     @property
     def raw(self) -> tuple[Tensor, Tensor, Tensor, Tensor, int, Tensor]:
         """Arguments of reference.residual_maxsim after Q."""
@@ -79,6 +82,17 @@ def quantised(inv_norms: Tensor) -> tuple[Tensor, float, float]:
     lo, hi = float(inv_norms.min()), float(inv_norms.max())
     step = (hi - lo) / 65535 or 1.0
     return ((inv_norms - lo) / step).round().to(torch.int32).to(torch.uint16), lo, step
+
+
+def threshold_at(c: Collection, fraction: float) -> float:
+    """A threshold that about ``fraction`` of the centroids reach, in a gap wider than fp32's error."""
+    best = (c.centroids.double() @ c.Q.double().T).amax(1).sort(descending=True).values.cpu()
+    at = max(1, int(fraction * len(best)))
+    if at == len(best):
+        return float(best[-1]) - 1e-3
+    wide = ((best[:-1] - best[1:]) > 1e-5).nonzero().flatten()
+    at = int(wide[(wide - at + 1).abs().argmin()])
+    return float(best[at : at + 2].mean())
 
 
 def flags(cs: api.CentroidScores) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from plaid_tilemaxsim.ops import api
-from tests.ops.ragged import flags, make_collection
+from tests.ops.ragged import flags, make_collection, threshold_at
 
 # fp32 accumulation of exact products and Q's two fp16 parts, unit vectors: a few ulp of 1.
 FP32_ERROR = 1e-6
@@ -20,9 +20,7 @@ def scores_fp64(c):
 def test_table_and_keep(LQ, DIM, C, device):
     c = make_collection(device, LQ, DIM, C=C)
     want = scores_fp64(c)
-    best = want.amax(1).sort().values
-    threshold = float(best[C // 2]) - 1e-5  # below the median: keeps it, and leaves the fp32 error on both sides
-    assert C == 1 or float((best - threshold).abs().min()) > FP32_ERROR
+    threshold = threshold_at(c, 0.5)
     cs = c.centroid_scores(threshold)
     assert cs.table.shape == (C + 1, api.padded_query_length(LQ))
     assert (cs.table[C] == -32768).all()

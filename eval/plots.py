@@ -26,12 +26,13 @@ def significant(value: float, digits: int = 3) -> str:
         return f"{value:g}"
     if abs(value) < 1e-3:
         return f"{value:.{digits - 1}e}"
-    return f"{value:,.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"
+    rounded = float(f"{value:.{digits}g}")  # 9.999 is 10.0, not 10.00
+    return f"{rounded:,.{max(0, digits - 1 - math.floor(math.log10(abs(rounded))))}f}"
 
 
 def _svg(height: float, title: str, body: str, *, width: float = WIDTH, kind: str = "wide") -> str:
     return (
-        f'<div class=scroll><svg viewBox="0 0 {width:g} {height:g}" class={kind} role="img" '
+        f'<div class="scroll"><svg viewBox="0 0 {width:g} {height:g}" class="{kind}" role="img" '
         f'aria-label="{escape(title)}"><title>{escape(title)}</title>{body}</svg></div>'
     )
 
@@ -80,7 +81,7 @@ def stage_bars(groups: Sequence[tuple[str, Sequence[tuple[str, dict[str, float]]
 
 def histogram(edges: Sequence[float], counts: Sequence[int], title: str, axis: str) -> str:
     """Bars of equal width over a symmetric axis, zero marked; heights are counts, the tallest one written down."""
-    height, base, left, right = 190.0, 150.0, 40.0, WIDTH - 20.0
+    height, base, left, right = 190.0, 150.0, 40.0, WIDTH - 40.0
     low, high = edges[0], edges[-1]
     most = max(counts)
     step = (right - left) / len(counts)
@@ -104,7 +105,7 @@ def histogram(edges: Sequence[float], counts: Sequence[int], title: str, axis: s
 
 def query_scatter(x: Sequence[float], y: Sequence[float], title: str, x_label: str, y_label: str) -> str:
     """One query a point, both axes from 0 to 1: what lies on the diagonal is equal. Equal points grow in area."""
-    side, left, top = 216.0, 34.0, 10.0
+    side, left, top = 216.0, 46.0, 10.0
     points: dict[tuple[float, float], int] = {}
     for pair in zip(x, y):
         points[pair] = points.get(pair, 0) + 1

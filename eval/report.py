@@ -179,11 +179,12 @@ def _where(results: Results) -> str:
         share = spent / figures["stages_total"]
         what = plots.STAGES[stage]
         answer = answer or f"{what[0].upper()}{what[1:]}"
-        lines.append(f"{label(system)}: {100 * share:.0f}% in {what} ({significant(spent)} of "
-                     f"{significant(figures['stages_total'])} ms)")  # fmt: skip
-    return _card(
-        question, answer, "plain", [f"The largest stage of {label(next(iter(by)))} at {name}.", "<br>".join(lines)]
-    )
+        lines.append(
+            f"{label(system)} spends {100 * share:.0f}% in {what}: {significant(spent)} of "
+            f"{significant(figures['stages_total'])} ms."
+        )
+    lines[0] = f"At {name} {lines[0]}"
+    return _card(question, answer, "plain", lines)
 
 
 def _latency_section(results: Results, base: str) -> str:

@@ -25,7 +25,7 @@ def test_ragged_lists_come_back(scored, tmp_path):
     assert len(again) == 3
     for i, (pids, scores) in enumerate(RESULTS):
         assert again.query(i)[0].tolist() == pids
-        assert again.query(i)[1].tolist() == np.float32(scores).tolist()
+        assert again.query(i)[1].tolist() == np.array(scores, np.float32).tolist()
         assert again.candidates_of(i).tolist() == CANDIDATES[i]
 
 

@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 
+import plaid_tilemaxsim
 from plaid_tilemaxsim import cli
 from tests.colbert_fixtures import checkpoint, collection, index  # noqa: F401
 
@@ -92,19 +93,32 @@ class TestRun:
         assert (result["scorer"], result["options"], result["results"]) == ("tilemaxsim", None, 120)
         assert result["argv"] == str(program)
 
-    def test_arguments_are_the_programs(self, tmp_path):
+    @pytest.fixture
+    def here(self, monkeypatch):
+        """Lets a program be run in this process."""
+        for owner, name in ((sys, "argv"), (sys, "path")):
+            monkeypatch.setattr(owner, name, list(getattr(owner, name)))
+        monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+        yield
+        plaid_tilemaxsim.disable()
+
+    @pytest.mark.usefixtures("here")
+    def test_arguments_are_the_programs(self, tmp_path, capsys):
         script = tmp_path / "show.py"
         script.write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
-        done = run("run", script, "--scorer", "x", "-m", "--help")
-        assert (done.stdout.strip(), done.returncode) == ("['--scorer', 'x', '-m', '--help']", 3)
+        with pytest.raises(SystemExit) as left:
+            cli.main(["run", str(script), "--scorer", "x", "-m", "--help"])
+        assert left.value.code == 3
+        assert capsys.readouterr().out == "['--scorer', 'x', '-m', '--help']\n"
+        assert plaid_tilemaxsim.is_enabled()
 
-    def test_programs_error_is_shown(self, tmp_path):
+    @pytest.mark.usefixtures("here")
+    def test_programs_error_is_its_own(self, tmp_path):
         script = tmp_path / "fail.py"
         script.write_text("x = 1\nraise ValueError('of the program')\n")
-        done = run("run", script)
-        assert done.returncode == 1
-        assert f'File "{script}", line 2' in done.stderr
-        assert "ValueError: of the program" in done.stderr
+        with pytest.raises(ValueError, match="of the program") as error:
+            cli.main(["run", "--", str(script)])
+        assert (str(error.traceback[-1].path), error.traceback[-1].lineno) == (str(script), 1)
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -120,9 +134,7 @@ class TestRun:
             ([], "required: COMMAND"),
         ],
     )
-    def test_usage_errors(self, arguments, message, capsys, monkeypatch):
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    def test_usage_errors(self, arguments, message, capsys, here):
         with pytest.raises(SystemExit) as error:
             cli.main(arguments)
         assert error.value.code == 2

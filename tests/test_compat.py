@@ -97,7 +97,7 @@ class TestGit:
         """PATH names an empty folder, as on a machine that has no git."""
         environment = {"PATH": str(tmp_path), "GIT_PYTHON_REFRESH": "", "GIT_PYTHON_GIT_EXECUTABLE": ""}
         bare = "import os; del os.environ['GIT_PYTHON_REFRESH'], os.environ['GIT_PYTHON_GIT_EXECUTABLE']\n"
-        assert "Bad git executable" in python(bare + "import colbert", **environment).stderr
+        assert "Bad git executable" in python(bare + "import git", **environment).stderr
         done = python(
             bare + "import plaid_tilemaxsim as p; p.enable(); import colbert; p.disable(); "
             "print(os.environ.get('GIT_PYTHON_REFRESH'))",

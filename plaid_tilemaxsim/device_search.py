@@ -1,9 +1,10 @@
-"""Searches as CUDA graphs: one replay a query, one copy and one wait at its end.
+"""Searches as CUDA graphs: one replay a query, copies included, and one wait at its end.
 
 A graph is recorded once for every (query length, parameters, kind of input) and replayed from static buffers; a
-recording holds ``lanes`` independent copies of the funnel on parallel branches, so one launch serves that many
-queries of a batch with the same kernels, hence the same bits, as one query alone. Without CUDA (Triton's interpreter)
-the same code runs the funnel directly.
+query in host memory and its answer travel through pinned buffers inside the graph. A recording for batches holds
+``lanes`` independent copies of the funnel on parallel branches, so one launch serves that many queries with the same
+kernels, hence the same bits, as one query alone. Without CUDA (Triton's interpreter) the same code runs the funnel
+directly.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class _Recording:
     run: Callable[[], Any]
     graph: torch.cuda.CUDAGraph | None
     output: Any
-    pinned: Tensor | None  # host copy of a packed output
+    pinned_Q: Tensor | None = None  # fp32 [1, LQ, DIM] in host memory: where the graph takes the query from
+    pinned: Tensor | None = None  # int32 [1, 1 + 2 k] in host memory: where the graph leaves the answer
 
     def replay(self) -> Any:
         if self.graph is None:
@@ -67,7 +69,7 @@ class DeviceSearch:
         self._on_gpu = self.device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
         self._stream = torch.cuda.Stream(self.device) if self._on_gpu else None
-        self._done: torch.cuda.Event | None = None
+        self._last_stream: torch.cuda.Stream | None = None
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
@@ -77,10 +79,11 @@ class DeviceSearch:
                 yield
                 return
             with torch.cuda.device(self.device):
-                if self._done is not None:
-                    torch.cuda.current_stream().wait_event(self._done)
+                stream = torch.cuda.current_stream()
+                if self._last_stream is not None and self._last_stream != stream:
+                    stream.wait_stream(self._last_stream)
+                self._last_stream = stream
                 yield
-                self._done = torch.cuda.current_stream().record_event()
 
     @property
     def stages(self) -> TritonStages:
@@ -89,7 +92,8 @@ class DeviceSearch:
     def search(self, Q: Tensor, params: SearchParams, allow: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """One query Q [LQ, DIM] (any device) through the whole funnel: pids, scores on the CPU."""
         with self._turn():
-            rec = self._recording("search", len(Q), params, allow=allow is not None)
+            on_host = self._on_gpu and Q.device.type == "cpu"
+            rec = self._recording("search", len(Q), params, allow=allow is not None, on_host=on_host)
             return self._answer(rec, Q[None], allow=allow)[0]
 
     def search_batch(self, Q: Tensor, params: SearchParams) -> list[tuple[Tensor, Tensor]]:
@@ -160,31 +164,32 @@ class DeviceSearch:
         self, rec: _Recording, Q: Tensor, pids: Tensor | None = None, allow: Tensor | None = None
     ) -> list[tuple[Tensor, Tensor]]:
         """Replays as often as Q [B, LQ, DIM] has lanes' worth of queries; waits once."""
-        lanes = rec.Q.size(0)
-        rounds = []
-        for first in range(0, len(Q), lanes):
-            self._load(rec, Q[first : first + lanes], pids=pids, allow=allow)
-            packed = rec.replay()  # int32 [lanes, 1 + 2 k]
-            if rec.pinned is None:
-                rounds.append(packed.clone())
-            else:
-                host = rec.pinned if len(Q) <= lanes else torch.empty_like(rec.pinned, pin_memory=True)
-                host.copy_(packed, non_blocking=True)
-                rounds.append(host)
-        if self._on_gpu:
-            torch.cuda.current_stream(self.device).synchronize()
-        rows = torch.cat(rounds)[: len(Q)] if len(rounds) > 1 else rounds[0][: len(Q)]
+        if rec.pinned is not None:
+            self._load(rec, Q, pids=pids, allow=allow)
+            rec.replay()
+            torch.cuda.current_stream().synchronize()
+            rows = rec.pinned
+        else:
+            lanes = rec.Q.size(0)
+            Q = Q.to(self.device)
+            rounds = []
+            for first in range(0, len(Q), lanes):
+                self._load(rec, Q[first : first + lanes], pids=pids, allow=allow)
+                rounds.append(rec.replay().clone())  # int32 [lanes, 1 + 2 k]
+            rows = torch.cat(rounds)[: len(Q)].cpu()
         k = (rows.size(1) - 1) // 2
-        answers = []
-        for row in rows:
-            n = int(row[0])
-            answers.append((row[1 : 1 + n].clone(), row[1 + k : 1 + k + n].view(torch.float32).clone()))
-        return answers
+        counts = rows[:, 0].tolist()
+        return [
+            (row[1 : 1 + n].clone(), row[1 + k : 1 + k + n].view(torch.float32).clone()) for row, n in zip(rows, counts)
+        ]
 
     def _load(
         self, rec: _Recording, Q: Tensor, pids: Tensor | None = None, allow: Tensor | None = None
     ) -> None:
-        rec.Q[: len(Q)].copy_(Q, non_blocking=True)
+        if rec.pinned_Q is not None:
+            rec.pinned_Q.copy_(Q)
+        else:
+            rec.Q[: len(Q)].copy_(Q, non_blocking=True)
         if rec.pids is not None:
             assert pids is not None
             assert rec.count is not None
@@ -204,22 +209,31 @@ class DeviceSearch:
         cap: int | None = None,
         allow: bool = False,
         until: str | None = None,
+        on_host: bool = False,
     ) -> _Recording:
-        key = (kind, lq, params, lanes, cap, allow, until)
+        key = (kind, lq, params, lanes, cap, allow, until, on_host)
         rec = self._recordings.get(key)
         if rec is not None:
             self._recordings.move_to_end(key)
             return rec
         while len(self._lanes) < lanes:
             self._lanes.append(TritonStages(self.index, self._cmax))
-        rec = self._record(kind, lq, params, lanes, cap, allow, until)
+        rec = self._record(kind, lq, params, lanes, cap, allow, until, on_host)
         self._recordings[key] = rec
         while len(self._recordings) > MAX_GRAPHS:
             self._recordings.popitem(last=False)
         return rec
 
     def _record(
-        self, kind: str, lq: int, params: SearchParams, lanes: int, cap: int | None, allow: bool, until: str | None
+        self,
+        kind: str,
+        lq: int,
+        params: SearchParams,
+        lanes: int,
+        cap: int | None,
+        allow: bool,
+        until: str | None,
+        on_host: bool,
     ) -> _Recording:
         Q = torch.nn.functional.normalize(torch.ones(lanes, lq, self.index.dim, device=self.device), dim=-1)
         pids = None if cap is None else torch.zeros(cap, dtype=torch.int32, device=self.device)
@@ -252,16 +266,21 @@ class DeviceSearch:
                 return answer[None] if packs else answer
             return torch.stack(self._in_parallel([functools.partial(one, lane) for lane in range(lanes)]))
 
-        output = run()  # compiles the kernels; a recording must not
-        graph, pinned = None, None
-        if self._on_gpu:
-            torch.cuda.synchronize(self.device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                output = run()
-            if packs:
-                pinned = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
-        return _Recording(Q, pids, count, bits, run, graph, output, pinned)
+        rec = _Recording(Q, pids, count, bits, run, None, run())  # compiles the kernels; a recording must not
+        if not self._on_gpu:
+            return rec
+        if on_host:
+            rec.pinned_Q = torch.empty(Q.shape, pin_memory=True)
+            rec.pinned = torch.empty(rec.output.shape, dtype=rec.output.dtype, pin_memory=True)
+        torch.cuda.synchronize(self.device)
+        rec.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(rec.graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            if rec.pinned_Q is not None:
+                Q.copy_(rec.pinned_Q, non_blocking=True)
+            rec.output = run()
+            if rec.pinned is not None:
+                rec.pinned.copy_(rec.output, non_blocking=True)
+        return rec
 
     def _in_parallel(self, tasks: list[Callable[[], Tensor]]) -> list[Tensor]:
         """Each task on a stream of its own, forked from and joined to the current one (a graph keeps the branches)."""
@@ -291,6 +310,8 @@ def _run_until(stages: TritonStages, Q: Tensor, params: SearchParams, until: str
 
 def _packed(ranking: Ranking) -> Tensor:
     """int32 [1 + 2 k]: count, pids, bits of the scores: one copy to the host brings all."""
+    if ranking.packed is not None:
+        return ranking.packed
     k = ranking.pids.numel()
     count = ranking.count
     if count is None:

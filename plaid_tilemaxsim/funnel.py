@@ -83,6 +83,7 @@ class Ranking:
     pids: Tensor  # int32 [cap]
     scores: Tensor  # fp32 [cap]
     count: Tensor | None = None  # int32 [1]
+    packed: Tensor | None = None  # int32 [1 + 2 cap]: count, pids and bits of the scores in one piece, if at hand
 
 
 class Stages(Protocol):

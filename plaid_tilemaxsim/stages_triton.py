@@ -13,13 +13,10 @@ import torch
 from torch import Tensor
 
 from plaid_tilemaxsim.funnel import Pids, Ranking
-from plaid_tilemaxsim.ops import api, candidates_kernel, select_kernel
+from plaid_tilemaxsim.ops import api, candidates_kernel, rank_kernel, select_kernel
 
 if TYPE_CHECKING:
     from plaid_tilemaxsim.index.resident import ResidentIndex
-
-# Up to this many scores are sorted as they are; of more the best are selected first.
-SORT_LIMIT = 4096
 
 
 class TritonStages:
@@ -60,8 +57,6 @@ class TritonStages:
     def exact(self, Q: Tensor, cs: api.CentroidScores, pids: Pids) -> Tensor:
         index = self.index
         scores = self._scores_for(pids)
-        if scores.numel() <= SORT_LIMIT:
-            scores.fill_(-torch.inf)  # what lies behind the count must not sort before it
         return api.residual_maxsim(
             Q, cs, index.codes, index.residuals, index.inv_norms, index.inv_norm_lo, index.inv_norm_step,
             index.bucket_weights, index.nbits, index.offsets, pids.pids, scores, pids.count, impl="triton",
@@ -69,21 +64,30 @@ class TritonStages:
 
     def topk(self, pids: Pids, scores: Tensor, k: int | None) -> Ranking:
         k = scores.numel() if k is None else min(k, scores.numel())
-        if scores.numel() > SORT_LIMIT and k < scores.numel():
+        if k > rank_kernel.LIMIT:
+            return self._sorted(pids, scores, k)
+        if scores.numel() > rank_kernel.LIMIT:
             pids, scores = self._select(pids, scores, k)
-        elif pids.count is not None and scores.numel() > SORT_LIMIT:
+        packed = self._new(1 + 2 * k, dtype=torch.int32)
+        rank_kernel.rank(scores, pids.pids, pids.count, k, packed)
+        return Ranking(packed[1 : 1 + k], packed[1 + k :].view(torch.float32), packed[:1], packed)
+
+    def _sorted(self, pids: Pids, scores: Tensor, k: int) -> Ranking:
+        """More results than the ranking kernel orders."""
+        if pids.count is not None:
             behind = torch.arange(scores.numel(), device=scores.device) >= pids.count
             scores = scores.masked_fill(behind, -torch.inf)
         # Stable, and the pids ascend: ties go to the smaller pid, and fillers stay behind empty passages.
         best = torch.sort(scores, descending=True, stable=True)
         order = best.indices[:k]
         chosen = order.int() if pids.pids is None else pids.pids[order]
-        return Ranking(chosen, best.values[:k], None if pids.count is None else pids.count.clamp(max=k))
+        count = None if pids.count is None else pids.count.clamp(max=k)
+        return Ranking(chosen, best.values[:k], count)
 
     def _select(self, pids: Pids, scores: Tensor, m: int) -> tuple[Pids, Tensor]:
         m = min(m, scores.numel())
         out_pids, out_count = self._new(m, dtype=torch.int32), self._new(1, dtype=torch.int32)
-        out_scores = self._new(m, dtype=torch.float32).fill_(-torch.inf)
+        out_scores = self._new(m, dtype=torch.float32)
         count = pids.count
         if count is None:
             count = self._new(1, dtype=torch.int32).fill_(scores.numel())

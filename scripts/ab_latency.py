@@ -3,10 +3,10 @@
     python scripts/ab_latency.py --index INDEX --queries Q.pt --k 10 100 1000 --mode plaid rerank exhaustive \
         --out eval/results/h200_search.json
 
-``Q.pt`` holds encoded queries, fp32 [n, LQ, DIM]. Everything is timed from the encoded query to pids and scores on
+``Q.pt`` holds encoded queries, fp32 [n, LQ, DIM], or a dict with them as "Q" (what eval caches). Everything is timed from the encoded query to pids and scores on
 the host. First the plugin runs alone (load, memory, latency of every mode), then stock is loaded and both answer the
 same queries in turn. The run counts as correct only if, on a sample of queries, every score is within 2e-3 of the
-float64 oracle and the rankings equal stock's outside ties.
+float64 oracle and candidates, survivors of pruning and rankings equal stock's outside ties (eval.compare).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,17 @@ import torch
 from torch import Tensor
 
 from eval.cache import write_json
+from eval.compare import Side, compare
 from eval.latency import summary
 from eval.manifest import environment
+from eval.oracle import Oracle
+from eval.retrieve import Scored
+from eval.systems import OURS_CPU, OURS_GPU, STOCK_CPU, STOCK_GPU, Knobs
 from plaid_tilemaxsim.engine import SearchEngine, with_defaults
 from plaid_tilemaxsim.index.files import read_index
 from plaid_tilemaxsim.index.resident import load_resident
 from plaid_tilemaxsim.ops import reference
 
-# Two fp16 sums near 20 can come out in either order when they are this close.
-STOCK_GPU_ROUNDING = 2**-5
-STOCK_CPU_ROUNDING = 1e-4
 SCORE_BUDGET = 2e-3
 
 
@@ -70,28 +72,8 @@ class Judge:
         ).cpu()
 
 
-def disagreement(ours: tuple[Tensor, Tensor], stock: tuple[list[int], list[float]], true: dict[int, float],
-                 rounding: float) -> list[str]:  # fmt: skip
-    """What sets the rankings apart beyond ties: every pid of one must be in the other unless it ties at the cut."""
-    problems = []
-    mine, theirs = ours[0].tolist(), stock[0][: len(ours[0])]
-    if len(mine) != len(stock[0][: len(mine)]):
-        problems.append(f"{len(mine)} results against {len(stock[0])}")
-    if not mine:
-        return problems
-    worst = min(true[p] for p in mine)
-    for pid in set(theirs) - set(mine):
-        if true[pid] > worst + SCORE_BUDGET:
-            problems.append(f"pid {pid} of stock's top scores {true[pid]:.4f}, our last {worst:.4f}")
-    theirs_worst = min(true[p] for p in theirs)
-    for pid in set(mine) - set(theirs):
-        # stock may have lost it to its own rounding at the cut, or, in the funnel, at a pruning tie
-        if true[pid] > theirs_worst + rounding:
-            problems.append(f"pid {pid} of our top scores {true[pid]:.4f}, stock's last {theirs_worst:.4f}")
-    inversions = [a - b for a, b in zip([true[p] for p in mine[1:]], [true[p] for p in mine])]
-    if inversions and max(inversions) > 2 * SCORE_BUDGET:
-        problems.append(f"our order is wrong by {max(inversions):.2e}")
-    return problems
+def scored(results: list[tuple[Any, Any]], candidates: list[Any]) -> Scored:
+    return Scored.from_lists([(list(map(int, p)), list(map(float, s))) for p, s in results], candidates)
 
 
 def main() -> None:
@@ -112,8 +94,9 @@ def main() -> None:
     args = parser.parse_args()
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    rounding = STOCK_GPU_ROUNDING if device.type == "cuda" else STOCK_CPU_ROUNDING
-    queries = torch.load(args.queries, weights_only=True).float()
+    on_gpu = device.type == "cuda"
+    queries = torch.load(args.queries, weights_only=True)
+    queries = (queries["Q"] if isinstance(queries, dict) else queries).float()
     timed_queries = queries[: args.queries_timed]
     figures: dict[str, float] = {}
     detail: dict[str, Any] = {}
@@ -121,8 +104,8 @@ def main() -> None:
 
     start = time.perf_counter()
     plaid_index = read_index(args.index, verify="structure")
-    resident = load_resident(plaid_index, device, "gpu" if device.type == "cuda" else "auto")
-    if device.type == "cuda":
+    resident = load_resident(plaid_index, device, "gpu" if on_gpu else "auto")
+    if on_gpu:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     figures["load_gb_per_s"] = plaid_index.nbytes / seconds / 1e9
@@ -141,7 +124,7 @@ def main() -> None:
             runs = 1 if mode == "exhaustive" else args.repeats
             times = [timed(engine.search, q, params) for _ in range(runs) for q in timed_queries]
             detail[f"{mode}_k{k}"] = {"search_ms": summary(times)}
-            if device.type == "cuda":
+            if on_gpu:
                 stages = [engine.profile(q, params) for q in queries[:3]]
                 detail[f"{mode}_k{k}"]["stages_ms"] = {s: statistics.median(x[s] for x in stages) for s in stages[0]}
             errors = []
@@ -194,7 +177,7 @@ def main() -> None:
         times = [timed(engine.search_batch, batch, params) for _ in range(20)]
         figures[f"batch{args.batch}_qps"] = args.batch / statistics.median(times) * 1e3
 
-    if device.type == "cuda":
+    if on_gpu:
         figures["gpu_bytes_over_index_bytes"] = torch.cuda.max_memory_allocated(device) / plaid_index.nbytes
         figures["gpu_gb"] = torch.cuda.max_memory_allocated(device) / 1e9
     print({name: round(value, 4) for name, value in figures.items()}, flush=True)
@@ -207,15 +190,17 @@ def main() -> None:
         from colbert.infra import ColBERTConfig
         from colbert.search.index_storage import IndexScorer
 
-        if device.type == "cuda":
+        if on_gpu:
             torch.cuda.reset_peak_memory_stats(device)
         before = gpu_bytes(device)
         start = time.perf_counter()
-        stock = IndexScorer(str(args.index), device.type == "cuda")
+        stock = IndexScorer(str(args.index), on_gpu)
         figures["stock_load_s"] = time.perf_counter() - start
         print(f"stock loaded in {figures['stock_load_s']:.0f} s", flush=True)
         base = ColBERTConfig.load_from_index(str(args.index))
-        errors_ours, errors_stock = [], []
+        oracle = Oracle(plaid_index, dtype=torch.float64, device=device)
+        checked = queries[: args.queries_checked]
+        errors: dict[str, list[dict[str, float]]] = {"ours": [], "stock": []}
         for k in args.k:
             params = with_defaults(k)
             config = ColBERTConfig.from_existing(
@@ -233,23 +218,38 @@ def main() -> None:
                     times_ours.append(timed(engine.search, queries[i], params))
             figures[f"stock_p50_ms_k{k}"] = statistics.median(times_stock)
             detail[f"ab_k{k}"] = {"stock_ms": summary(times_stock), "ours_ms": summary(times_ours)}
-            for i in range(min(args.queries_checked, len(queries))):
-                ours_found = engine.search(queries[i], params)
-                stock_found = stock.rank(config, on_device[i : i + 1])
-                stock_found = (stock_found[0][:k], stock_found[1][:k])
-                union = sorted(set(ours_found[0].tolist()) | set(stock_found[0]))
-                true = dict(zip(union, judge(queries[i], torch.tensor(union)).tolist()))
-                wrong = disagreement(ours_found, stock_found, true, rounding)
-                problems += [f"k={k} query {i}: {what}" for what in wrong]
-                errors_ours += [abs(true[p] - s) for p, s in zip(ours_found[0].tolist(), ours_found[1].tolist())]
-                errors_stock += [abs(true[p] - s) for p, s in zip(*stock_found)]
+            everything = replace(params, k=None)
+            ours_side = Side(
+                "ours",
+                scored(
+                    [engine.search(q, everything) for q in checked],
+                    [engine.candidates(q, params.ncells).cpu() for q in checked],
+                ),
+                OURS_GPU if on_gpu else OURS_CPU,
+            )
+            with torch.inference_mode():
+                stock_candidates = [stock.retrieve(config, q[None].to(device))[0].cpu() for q in checked]
+            stock_side = Side(
+                "stock",
+                scored([stock.rank(config, q[None].to(device)) for q in checked], stock_candidates),
+                STOCK_GPU if on_gpu else STOCK_CPU,
+                clamps=not on_gpu,
+            )
+            knobs = Knobs(k, params.ncells, params.threshold, params.ndocs)
+            agreement = compare(stock_side, ours_side, oracle, checked, knobs, [str(i) for i in range(len(checked))])
+            problems += [f"k={k}: {failure}" for failure in agreement["failures"]]
+            detail[f"ab_k{k}"]["agreement"] = agreement
+            for side, error in agreement["errors"].items():
+                errors[side].append(error)
             print(f"k={k}: stock p50 {figures[f'stock_p50_ms_k{k}']:.2f} ms, ours beside it "
                   f"{statistics.median(times_ours):.3f} ms", flush=True)  # fmt: skip
-        figures["max_err_vs_oracle"], figures["mean_err_ours"] = max(errors_ours), statistics.mean(errors_ours)
-        figures["mean_err_stock"], figures["max_err_stock"] = statistics.mean(errors_stock), max(errors_stock)
-        if figures["mean_err_ours"] > figures["mean_err_stock"]:
+        figures["max_err_vs_oracle"] = max(error["max"] for error in errors["ours"])
+        figures["mean_err_ours"] = statistics.mean(error["mean"] for error in errors["ours"])
+        figures["max_err_stock"] = max(error["max"] for error in errors["stock"])
+        figures["mean_err_stock"] = statistics.mean(error["mean"] for error in errors["stock"])
+        if on_gpu and figures["mean_err_ours"] > figures["mean_err_stock"]:
             problems.append("our mean error is above stock's")
-        if device.type == "cuda":
+        if on_gpu:
             figures["stock_gpu_gb"] = (torch.cuda.max_memory_allocated(device) - before) / 1e9
         if args.exact:
             config = ColBERTConfig.from_existing(base)
@@ -266,9 +266,9 @@ def main() -> None:
             times = [timed(stock_exact, q) for q in on_device[:5]]
             name = "stock_exact_100k_ms" if args.exact == 100_000 else f"stock_exact_{args.exact}_ms"
             figures[name] = statistics.median(times)
-        del stock
+        del stock, oracle
 
-    if args.host_placement and device.type == "cuda":
+    if args.host_placement and on_gpu:
         found = [engine.search(q, with_defaults(k)) for k in args.k for q in queries[: args.queries_checked]]
         engine.close()
         del engine, resident, judge

@@ -63,12 +63,15 @@ class CentroidScoresBlocks:
 
 
 def centroid_scores_blocks(arch: int, LQP: int, DIM: int) -> CentroidScoresBlocks:
-    """BLOCK_C x BLOCK_D fp16 per stage: 32 KB at DIM = 128, so two programs fit an SM of 99 KB (sm_89) at 2 stages."""
+    """32 KB of centroids a stage at DIM = 128, two programs an SM (one with the 99 KB of sm_89).
+
+    wgmma (sm_90) leaves the operands in shared memory: up to DIM 128 four warps have registers enough, else eight.
+    """
     return CentroidScoresBlocks(
         BLOCK_C=128,
         BLOCK_Q=min(LQP, 32),
         BLOCK_D=dim_block(DIM, 128),
-        num_warps=8,
+        num_warps=4 if arch >= 90 and DIM <= 128 else 8,
         num_stages=2,
         programs_per_sm=2,
     )

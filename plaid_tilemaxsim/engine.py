@@ -228,10 +228,10 @@ class SearchEngine:
             return torch.zeros(0, dtype=torch.int32, device=self.device)
         if wanted.dim() != 1 or wanted.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"pids: expected integers [n], got {wanted.dtype} {list(wanted.shape)}")
-        bad = (wanted < 0) | (wanted >= self.index.num_passages)
-        if bool(bad.any()):
+        least, most = torch.stack(torch.aminmax(wanted)).tolist()  # one wait where pids are on a GPU
+        if least < 0 or most >= self.index.num_passages:
             raise IndexError(
-                f"pids: expected 0 .. {self.index.num_passages - 1}, got {wanted[bad][0].item()}"
+                f"pids: expected 0 .. {self.index.num_passages - 1}, got {least if least < 0 else most}"
             )
         return wanted.to(self.device, torch.int32)
 

@@ -4,7 +4,7 @@
         --out eval/results/h200_search.json
 
 ``Q.pt`` holds encoded queries, fp32 [n, LQ, DIM], or a dict with them as "Q" (what eval caches). Everything is timed from the encoded query to pids and scores on
-the host. First the plugin runs alone (load, memory, latency of every mode), then stock is loaded and both answer the
+the host, exact scores of given pids to scores on the device. First the plugin runs alone (load, memory, latency of every mode), then stock is loaded and both answer the
 same queries in turn. The run counts as correct only if, on a sample of queries, every score is within 2e-3 of the
 float64 oracle and candidates, survivors of pruning and rankings equal stock's outside ties (eval.compare).
 """
@@ -154,14 +154,17 @@ def main() -> None:
         wanted = wanted.int().to(device)
 
         def exact(q: Tensor) -> Tensor:
-            return engine.score_pids(q[None], wanted).cpu()
+            scores = engine.score_pids(q[None], wanted)
+            if on_gpu:
+                torch.cuda.synchronize()
+            return scores
 
         for q in queries[:2]:
             exact(q)
         times = [timed(exact, q) for q in timed_queries]
         figures["exact_100k_ms" if args.exact == 100_000 else f"exact_{args.exact}_ms"] = statistics.median(times)
         some = torch.arange(0, len(wanted), max(1, len(wanted) // 500), device=device)
-        error = (judge(queries[0], wanted[some]) - exact(queries[0])[some.cpu()]).abs()
+        error = (judge(queries[0], wanted[some]) - exact(queries[0])[some].cpu()).abs()
         if error[torch.isfinite(error)].max() > SCORE_BUDGET:
             problems.append(f"exact: score error {error.max():.2e}")
 
@@ -258,7 +261,9 @@ def main() -> None:
 
             def stock_exact(q: Tensor) -> Tensor:
                 with torch.inference_mode():
-                    scores: Tensor = stock.score_pids(config, q[None], listed, None)[0].cpu()
+                    scores: Tensor = stock.score_pids(config, q[None], listed, None)[0]
+                    if on_gpu:
+                        torch.cuda.synchronize()
                     return scores
 
             for q in on_device[:2]:

@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def device() -> str:
     """Where kernels run: CUDA, or the CPU under Triton's interpreter."""
     return "cuda" if HAS_CUDA else "cpu"

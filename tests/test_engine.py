@@ -66,7 +66,7 @@ def open_case(folder, impl, nbits):
 
 
 @pytest.fixture(scope="module", params=["torch", "triton"])
-def case(request, tmp_path_factory):
+def case(request, tmp_path_factory, device):
     if ON_GPU and request.param == "torch":
         pytest.skip("the torch stages run on the CPU; here the index is on a GPU")
     return open_case(tmp_path_factory.mktemp("index"), request.param, 2)
@@ -89,7 +89,7 @@ def test_candidates_are_the_union_of_the_probed_lists(case, ncells, lq):
 
 
 @pytest.mark.parametrize("nbits", [1, 4])
-def test_other_widths_of_residuals(nbits, tmp_path):
+def test_other_widths_of_residuals(nbits, tmp_path, device):
     case = open_case(tmp_path, "triton", nbits)
     Q = case.queries(1)[0]
     check_scores(case, Q, case.engine.search(Q, SearchParams(k=20, ncells=2, threshold=0.3, ndocs=64)))

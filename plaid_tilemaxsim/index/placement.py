@@ -46,7 +46,7 @@ class Plan:
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {_size(size)}" for name, size in self.device.items())
         text = f"placement {self.placement}: {_size(self.device_bytes)} of GPU memory ({parts})"
-        return f"{text}; {_size(self.host_bytes)} of pinned host memory (residuals)" if self.host else text
+        return f"{text}; {_size(self.host_bytes)} of pinned host memory (residuals, lists)" if self.host else text
 
 
 def plan(index: PlaidIndex, free_bytes: int, placement: str = "auto") -> Plan:
@@ -70,13 +70,16 @@ def plan(index: PlaidIndex, free_bytes: int, placement: str = "auto") -> Plan:
 
 
 def plan_for(index: PlaidIndex, placement: str) -> Plan:
-    """The plan of placement "gpu" (all in GPU memory) or "host" (residuals in pinned host memory)."""
+    """The plan of placement "gpu" (all in GPU memory) or "host" (residuals and lists in pinned host memory).
+
+    The lists still pass through GPU memory at load, before the inverse norms and the workspace need theirs.
+    """
     T, N, C = index.num_tokens, index.num_passages, index.num_centroids
-    residuals = {"residuals": T * (index.dim * index.nbits // 8)}
+    pinned = {"residuals": T * (index.dim * index.nbits // 8), "lists": 4 * index.ivf_pids.numel()}
     device = {
         "codes": 4 * T,
         "inverse norms": 2 * T,
-        "lists": 4 * index.ivf_pids.numel() + 8 * (C + 1),
+        "list offsets": 8 * (C + 1),
         "centroids": 2 * C * index.dim,
         "offsets": 8 * (N + 1),
         "workspace": PASSAGE_WORKSPACE * N
@@ -85,8 +88,8 @@ def plan_for(index: PlaidIndex, placement: str) -> Plan:
         + FIXED_WORKSPACE,
     }
     if placement == "gpu":
-        return Plan("gpu", {**residuals, **device}, {})
-    return Plan("host", device, residuals)
+        return Plan("gpu", {**pinned, **device}, {})
+    return Plan("host", device, pinned)
 
 
 def available_memory() -> int:

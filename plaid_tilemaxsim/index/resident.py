@@ -40,7 +40,7 @@ BAR_DELAY = 2
 
 @dataclass(eq=False)
 class ResidentIndex:
-    """What kernels read. All tensors contiguous and on device, but residuals of placement "host"."""
+    """What kernels read. All tensors contiguous and on device, but those that placement "host" pins in host memory."""
 
     device: torch.device
     placement: str  # "gpu", "host" or "cpu"
@@ -58,7 +58,7 @@ class ResidentIndex:
     inv_norm_lo: float
     inv_norm_step: float
     offsets: Tensor  # int64 [N + 1]
-    ivf_pids: Tensor  # int32 [ivf_offsets[-1]], lists strictly ascending in [0, N)
+    ivf_pids: Tensor  # int32 [ivf_offsets[-1]], lists strictly ascending in [0, N); for "host" in pinned host memory
     ivf_offsets: Tensor  # int64 [C + 1]
 
     @property
@@ -73,7 +73,7 @@ def load_resident(
 ) -> ResidentIndex:
     """Lays the index out on a device; the result shares no memory with files that fit into memory.
 
-    placement: "gpu" all on the device, "host" residuals in pinned host memory, "auto" by free memory; on a CPU
+    placement: "gpu" all on the device, "host" residuals and lists in pinned host memory, "auto" by free memory; on a CPU
     device "gpu" is refused. Always checks codes and lists (on the device), so an index read with
     verify="structure" is enough. progress: a bar on stderr once this has taken 2 s.
     Raises ValueError for bad contents or an unknown placement, RuntimeError when memory is too small.
@@ -212,6 +212,8 @@ def _load_cuda(index: PlaidIndex, device: torch.device, placement: str, progress
     centroids, weights = index.centroids.to(device), index.bucket_weights.to(device)
     if chosen == "host":
         pin(residuals)
+        ivf_pids = ivf_pids.cpu()
+        pin(ivf_pids)
     inv_norms, low, step = quantised_inverse_norms(codes, residuals, centroids, byte_table(index.nbits, weights))
     torch.cuda.synchronize(device)
     resident = ResidentIndex(

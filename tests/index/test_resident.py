@@ -249,8 +249,8 @@ def test_plan_counts_every_tensor_of_a_resident_index(tmp_path: Path) -> None:
     on_gpu = got.device_bytes - got.centroids.nbytes // 2 - got.inv_norms.nbytes // 2 - got.bucket_weights.nbytes
     gpu, host = plan_for(index, "gpu"), plan_for(index, "host")
     assert gpu.device_bytes - gpu.device["workspace"] == on_gpu
-    assert host.device_bytes == gpu.device_bytes - got.residuals.nbytes
-    assert (gpu.host_bytes, host.host_bytes) == (0, got.residuals.nbytes)
+    assert host.device_bytes == gpu.device_bytes - host.host_bytes
+    assert (gpu.host_bytes, host.host_bytes) == (0, got.residuals.nbytes + got.ivf_pids.nbytes)
 
 
 def test_plan_by_free_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

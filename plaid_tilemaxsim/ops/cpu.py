@@ -25,8 +25,10 @@ from plaid_tilemaxsim.ops.api import CentroidScores
 # Similarities of one tile for each of torch's threads: 2 MB of fp32 stay in the outer caches, and smaller tiles pay
 # more for each torch call.
 _TILE_SIMILARITIES = 1 << 19
-# The same where only codes and flags are looked at.
-_TILE_CODES = 1 << 16
+# Torch spreads an operation on this many elements or more over its threads. Where an operation takes microseconds,
+# waiting for them costs more than they save, and milliseconds where other processes want the cores. So what runs once
+# a tile stays below it, in blocks of the tile if need be: all but embedding_bag, which gains.
+_PARALLEL = 1 << 15
 # Beyond its first _TILE_LEAST tokens a tile takes no passage shorter than this share of its longest: the padding
 # of so many tokens costs about what another tile's calls do.
 _TILE_FILL = 0.75
@@ -75,13 +77,13 @@ def centroid_maxsim(
     if kept == keep.numel():
         return _table_maxsim(table, codes, first, lengths)
     if kept > _SPARSE_KEEP * keep.numel():
-        return _table_maxsim(table.masked_fill(~keep[:, None], -torch.inf), codes, first, lengths)
+        return _table_maxsim(torch.where(keep[:, None], table, -torch.inf), codes, first, lengths)
     survivors, owners, counts = [], [], []
-    for passages, tokens in _tiles(first, lengths, _TILE_CODES):
-        tile = codes.index_select(0, tokens.view(-1))
-        alive = keep.index_select(0, tile)
+    for passages, tokens in _tiles(first, lengths, 1):
+        tile = _at(codes, tokens)
+        alive = _at(keep, tile)
         survivors.append(tile.masked_select(alive))
-        counts.append(alive.view(tokens.shape).sum(1))
+        counts.append(alive.sum(1))
         owners.append(passages)
     scores = torch.full(lengths.shape, -torch.inf)
     if survivors:
@@ -116,12 +118,20 @@ def residual_maxsim(
         table = cs.table if LQ == cs.LQ else cs.table[:, block : block + LQ].contiguous()
         # [PD, 256, LQ]: row p * 256 + b is the product of byte b at place p with the block's query tokens
         products = (weights @ q.view(LQ, PD, per_byte).permute(1, 2, 0)).view(PD * 256, LQ)
-        for passages, tokens in _tiles(first, lengths, _TILE_SIMILARITIES // LQ):
-            flat = tokens.view(-1)
-            tile = embedding_bag(residuals.index_select(0, flat) + row, products, mode="sum")  # [m * L, LQ]
-            tile += table.index_select(0, codes.index_select(0, flat))
-            tile *= _inverse_norms(inv_norms, inv_norm_lo, inv_norm_step, flat)[:, None]
-            scores[passages] += tile.view(*tokens.shape, LQ).amax(1).sum(1)
+        for passages, tokens in _tiles(first, lengths, LQ):
+            m, L = tokens.shape
+            index = torch.empty(m, L, PD, dtype=torch.int32)
+            step = _block(L * PD)
+            for part, index_part in zip(tokens.split(step), index.split(step)):
+                torch.add(torch.embedding(residuals, part), row, out=index_part)
+            tile = embedding_bag(index.view(m * L, PD), products, mode="sum").view(m, L, LQ)
+            inverse = _inverse_norms(inv_norms, inv_norm_lo, inv_norm_step, tokens).unsqueeze(2)
+            maxima = torch.empty(m, LQ)
+            parts = (x.split(_block(L * LQ)) for x in (tile, _at(codes, tokens), inverse, maxima))
+            for tile_part, codes_part, inverse_part, maxima_part in zip(*parts):
+                similarities = tile_part.add_(torch.embedding(table, codes_part)).mul_(inverse_part)
+                torch.amax(similarities, 1, out=maxima_part)
+            scores[passages] += maxima.sum(1)
     return scores
 
 
@@ -169,34 +179,49 @@ def _rows(first: Tensor, lengths: Tensor) -> Tensor:
     return torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)
 
 
-def _tiles(first: Tensor, lengths: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """All passages that have tokens, the longest first, in tiles of at most ``size`` tokens a thread (or one passage).
+def _tiles(first: Tensor, lengths: Tensor, LQ: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """All passages that have tokens, the longest first, in tiles for ``LQ`` similarities a token.
 
     Yields (passages int64 ``[m]`` as indices of ``lengths``, tokens int64 ``[m, L]``). A row holds the token numbers
     of a passage and repeats the last one up to the tile's longest passage.
     """
-    size *= torch.get_num_threads()
     lengths, order = lengths.sort(descending=True)
+    size = min(_PARALLEL - 1, _TILE_SIMILARITIES * torch.get_num_threads() // LQ)
+    most = (_PARALLEL - 1) // LQ
     first, last = first.index_select(0, order), lengths - 1
     ascending = lengths.flip(0)
     start, end = 0, int(lengths.count_nonzero())
     while start < end:
         L = int(lengths[start])
         similar = lengths.numel() - int(torch.searchsorted(ascending, int(_TILE_FILL * L)))
-        stop = min(max(similar, start + _TILE_LEAST // L), start + size // L, end)
+        stop = min(max(similar, start + _TILE_LEAST // L), start + min(size // L, most), end)
         stop = max(stop, start + 1)
         tokens = torch.minimum(torch.arange(L), last[start:stop, None]).add_(first[start:stop, None])
         yield order[start:stop], tokens
         start = stop
 
 
+def _block(elements: int) -> int:
+    """How many passages of a tile, with so many elements each, to work on at once (see ``_PARALLEL``)."""
+    return _PARALLEL if torch.get_num_threads() == 1 else max(1, (_PARALLEL - 1) // elements)
+
+
+def _at(values: Tensor, tokens: Tensor) -> Tensor:
+    """``values[tokens]`` for 1-d values and 2-d tokens."""
+    return values.index_select(0, tokens.view(-1)).view_as(tokens)
+
+
 def _table_maxsim(table: Tensor, codes: Tensor, first: Tensor, lengths: Tensor) -> Tensor:
     """Sums of maxima of the table's rows of each passage's codes, fp32 ``[n]``; -inf without tokens."""
     LQ = table.size(1)
     scores = torch.full(lengths.shape, -torch.inf)
-    for passages, tokens in _tiles(first, lengths, _TILE_SIMILARITIES // LQ):
-        tile = table.index_select(0, codes.index_select(0, tokens.view(-1)))  # [m * L, LQ]
-        scores[passages] = tile.view(*tokens.shape, LQ).amax(1).sum(1)
+    for passages, tokens in _tiles(first, lengths, LQ):
+        m, L = tokens.shape
+        maxima = torch.empty(m, LQ)
+        step = _block(L * LQ)
+        for codes_part, maxima_part in zip(_at(codes, tokens).split(step), maxima.split(step)):
+            torch.amax(torch.embedding(table, codes_part), 1, out=maxima_part)
+        scores[passages] = maxima.sum(1)
     return scores
 
 
@@ -215,7 +240,7 @@ def _byte_weights(bucket_weights: Tensor, nbits: int) -> Tensor:
 def _inverse_norms(inv_norms: Tensor, lo: float, step: float, tokens: Tensor) -> Tensor:
     """Decoded inverse norms of ``tokens``: fp32, or uint16 steps of ``step`` from ``lo``."""
     if inv_norms.dtype == torch.uint16:
-        steps = inv_norms.view(torch.int16).index_select(0, tokens).to(torch.int32) & 0xFFFF
+        steps = _at(inv_norms.view(torch.int16), tokens).to(torch.int32) & 0xFFFF
         return steps.to(torch.float32).mul_(step).add_(lo)
-    stored = inv_norms.index_select(0, tokens)
+    stored = _at(inv_norms, tokens)
     return stored if (lo, step) == (0.0, 1.0) else stored * step + lo

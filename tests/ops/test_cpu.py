@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import isclose
 from types import SimpleNamespace
 
@@ -59,30 +60,38 @@ def residual_maxsim(
     )
 
 
-@pytest.fixture(params=["large tiles", "small tiles"])
-def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they are (one tile holds all passages of a test), and so small that every border is met."""
-    if request.param == "small tiles":
-        monkeypatch.setattr(cpu, "_TILE_SIMILARITIES", 640)
-        monkeypatch.setattr(cpu, "_TILE_CODES", 64)
+@pytest.fixture(params=["large tiles", "small tiles", "small tiles, two threads"])
+def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As they are (one tile holds most of a test); so small that every border is met, with two threads in blocks."""
+    if request.param != "large tiles":
+        monkeypatch.setattr(cpu, "_TILE_SIMILARITIES", 1 << 13)
+        monkeypatch.setattr(cpu, "_PARALLEL", 1 << 12)
         monkeypatch.setattr(cpu, "_TILE_LEAST", 0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2 if "two" in request.param else 1)
+    yield
+    torch.set_num_threads(threads)
 
 
-def test_tiles_hold_every_passage_once_and_only_its_own_tokens(monkeypatch):
+@pytest.mark.parametrize("LQ", [1, 5, 200])
+def test_tiles_hold_every_passage_once_and_only_its_own_tokens(LQ, monkeypatch):
     monkeypatch.setattr(cpu, "_TILE_LEAST", 100)
+    monkeypatch.setattr(cpu, "_TILE_SIMILARITIES", 1000)
+    monkeypatch.setattr(cpu, "_PARALLEL", 300)
     lengths = torch.tensor(LENGTHS)
     first = torch.tensor([0, *LENGTHS]).cumsum(0)[:-1]
-    size = 200
     seen = []
-    for passages, tokens in cpu._tiles(first, lengths, size):
-        assert len(passages) == 1 or tokens.numel() <= size * torch.get_num_threads()
+    for passages, tokens in cpu._tiles(first, lengths, LQ):
+        assert len(passages) == 1 or tokens.numel() < 300
+        assert len(passages) == 1 or tokens.numel() * LQ <= 1000 * torch.get_num_threads()
+        assert len(passages) == 1 or len(passages) * LQ < 300
         for i, row in zip(passages.tolist(), tokens):
             want = torch.arange(int(lengths[i])) + first[i]
             assert torch.equal(row[: len(want)], want)
             assert (row[len(want) :] == want[-1]).all()
             seen.append(i)
     assert sorted(seen) == [i for i, length in enumerate(LENGTHS) if length]
-    assert list(cpu._tiles(first[:0], lengths[:0], size)) == []
+    assert list(cpu._tiles(first[:0], lengths[:0], LQ)) == []
 
 
 @pytest.mark.parametrize(("LQ", "DIM", "nbits"), SHAPES)

@@ -1,6 +1,7 @@
 """Stock PLAID and the plugin on one collection, end to end: results.json and report.html.
 
     python scripts/eval.py --out results/pydocs
+    python scripts/eval.py --dataset pydocs:5000 --out results/pydocs-5000
     python scripts/eval.py --dataset scifact --data ~/beir --nbits 1 2 4 --k 10 100 1000 --out results/scifact
     python scripts/eval.py --config configs/pydocs.json --out results/pydocs
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +24,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, help="a JSON file that says the whole experiment (see configs/)")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results; reused when complete")
-    parser.add_argument("--dataset", help="pydocs[:N], a folder or archive, an ir_datasets id (default: pydocs[:2000])")
+    parser.add_argument("--dataset", help="pydocs, a folder or archive, an ir_datasets id; :N after it takes "
+                        "N of its passages (default: pydocs:2000)")  # fmt: skip
     parser.add_argument("--data", help="folder of collections that --dataset may name barely")
     parser.add_argument("--split", help="which judgments: test, dev, dl19, ... (default: auto)")
     parser.add_argument("--queries", type=int, help="only the first N judged queries")
@@ -49,6 +52,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         experiment = default_experiment() if args.config is None else Experiment.read(args.config)
         names = ("dataset", "split", "queries", "checkpoint", "nbits", "systems", "threads")
+        if args.dataset is not None:
+            # the brackets of eval.datasets are wildcards to a shell
+            args.dataset = re.sub(r":(\d+)$", r"[:\1]", args.dataset)
         changes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
         if args.k is not None:
             changes["search"] = [Knobs.defaults(k) for k in args.k]

@@ -1,4 +1,4 @@
-"""The command line: ``plaid-tilemaxsim run | inspect | env``."""
+"""The command line: ``plaid-tilemaxsim run | inspect | warmup | env``."""
 
 from __future__ import annotations
 
@@ -49,6 +49,18 @@ def _parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="check a PLAID index, and say what it holds and where it would fit")
     inspect.add_argument("index", metavar="INDEX", help="folder of the index")
     inspect.set_defaults(command=_inspect)
+
+    warmup = commands.add_parser(
+        "warmup",
+        help="load an index and compile what searching it needs, into Triton's cache on disk",
+        description="A search compiles the kernels it needs when it first needs them. This does so beforehand, for "
+        "all processes that share the cache (TRITON_CACHE_DIR), and reports the time of a search afterwards.",
+    )
+    warmup.add_argument("index", metavar="INDEX", help="folder of the index")
+    warmup.add_argument("--k", type=int, nargs="+", default=[10, 100, 1000], help="results (default: %(default)s)")
+    warmup.add_argument("--query-maxlen", type=int, default=32, help="query tokens (default: %(default)s)")
+    warmup.add_argument("--scorer-options", type=_json_object, metavar="JSON", help="as in ColBERTConfig")
+    warmup.set_defaults(command=_warmup)
 
     env = commands.add_parser("env", help="versions, devices and what they mean for the plugin")
     env.set_defaults(command=_env)
@@ -126,6 +138,32 @@ def _inspect(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"plaid-tilemaxsim: {error}", file=sys.stderr)
         return 2
+    return 0
+
+
+def _warmup(args: argparse.Namespace) -> int:
+    import time
+
+    import torch
+
+    from plaid_tilemaxsim.config import ScorerConfig
+    from plaid_tilemaxsim.engine import SearchEngine, with_defaults
+    from plaid_tilemaxsim.index.files import read_index
+    from plaid_tilemaxsim.index.resident import load_resident
+
+    options = ScorerConfig.from_options(args.scorer_options)
+    index = read_index(args.index, verify=options.verify)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    engine = SearchEngine(load_resident(index, device, options.placement), impl=options.impl)
+    for k in args.k:
+        params = with_defaults(k, mode=options.mode, prefilter=options.prefilter, query_maxlen=args.query_maxlen)
+        began = time.perf_counter()
+        engine.warmup(args.query_maxlen, params, batch=True)
+        compiled = time.perf_counter()
+        engine.warmup(args.query_maxlen, params)
+        milliseconds = (time.perf_counter() - compiled) * 1e3
+        print(f"k={k}: ready after {compiled - began:.1f} s; a search takes {milliseconds:.2f} ms on {device}")
+    engine.close()
     return 0
 
 

@@ -249,6 +249,7 @@ def _register_scorer(changes: _Changes) -> None:
     changes.set(colbert.searcher, "IndexScorer", TileMaxSimScorer)
     changes.set(Searcher, "__init__", _wrap_init(Searcher.__init__))
     changes.set(Searcher, "dense_search", _wrap_dense_search(Searcher.dense_search))
+    changes.set(Searcher, "_search_all_Q", _wrap_search_all(Searcher._search_all_Q))
 
 
 def _wrap_init(stock: Callable[..., None]) -> Callable[..., None]:
@@ -285,11 +286,42 @@ def _wrap_dense_search(stock: Callable[..., Any]) -> Callable[..., Any]:
             # Stock wrote its choice for this k into the config, for all later searches.
             pinned.update((name, getattr(self.config, name)) for name in unset)
             return result
-        unset = [name for name, value in pinned.items() if getattr(self.config, name) == value]
-        pids, scores = self.ranker.search(self.config, Q, k, filter_fn=filter_fn, pids=pids, unset=unset)
+        pids, scores = self.ranker.search(
+            self.config, Q, k, filter_fn=filter_fn, pids=pids, unset=_unset(self.config, pinned)
+        )
         return pids, list(range(1, len(pids) + 1)), scores
 
     return dense_search
+
+
+def _unset(config: Any, pinned: dict[str, Any]) -> list[str]:
+    """Fields whose value stock wrote, not the user."""
+    return [name for name, value in pinned.items() if getattr(config, name) == value]
+
+
+def _wrap_search_all(stock: Callable[..., Any]) -> Callable[..., Any]:
+    from plaid_tilemaxsim.scorer import TileMaxSimScorer
+
+    @functools.wraps(stock)
+    def _search_all_Q(
+        self: Any, queries: Any, Q: Any, k: int, filter_fn: Any = None, qid_to_pids: Any = None
+    ) -> Any:
+        ours = isinstance(self.ranker, TileMaxSimScorer) and self.ranker.serves(self.config)
+        if not ours or filter_fn is not None or qid_to_pids is not None:
+            return stock(self, queries, Q, k, filter_fn=filter_fn, qid_to_pids=qid_to_pids)
+        unset = _unset(self.config, vars(self).get("_pinned_by_stock", {}))
+        found = iter(self.ranker.search_batch(self.config, Q, k, unset=unset))
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            pids, scores = next(found)
+            return pids, list(range(1, len(pids) + 1)), scores
+
+        # Stock assembles the Ranking, and asks for one query after the other.
+        answering = copy.copy(self)
+        answering.dense_search = answer
+        return stock(answering, queries, Q, k)
+
+    return _search_all_Q
 
 
 def _forget_flags() -> None:

@@ -154,6 +154,34 @@ class TileMaxSimScorer(IndexScorer):
         ranked, scores = engine.search(Q[0], params, pids=pids, filter_fn=filter_fn, allow=allow)
         return ranked.tolist(), scores.tolist()
 
+    def search_batch(
+        self, config: Any, Q: Tensor, k: int, *, unset: Collection[str] = ()
+    ) -> list[tuple[list[int], list[float]]]:
+        """``search`` for every query of Q [B, LQ, DIM], many in one launch on a GPU; equal to one by one."""
+        if k == 0 or len(Q) == 0:
+            return [([], [])] * len(Q)
+        options = options_of(config)
+        Q = _check_queries(Q)
+        engine = self._get_engine(options)
+        params = self._params(config, options, _count("k", k), unset, given=False)
+        allow = self._reachable if options.mode == "exhaustive" else None
+        return [(pids.tolist(), scores.tolist()) for pids, scores in engine.search_batch(Q, params, allow=allow)]
+
+    def warmup(self, config: Any, k: int, lq: int | None = None) -> None:
+        """Load the index and compile, and on a GPU record, searches for k results with ``lq`` query tokens.
+
+        lq None: ``config.query_maxlen``, which is what colbert-ai encodes a query to.
+        """
+        options = options_of(config)
+        params = self._params(config, options, _count("k", k), (), given=False)
+        self._get_engine(options).warmup(lq or config.query_maxlen, params, batch=True)
+
+    def profile(self, config: Any, Q: Tensor, k: int) -> dict[str, float]:
+        """Milliseconds of every stage of one search of Q [1, LQ, DIM]; on a GPU the device's time."""
+        options = options_of(config)
+        params = self._params(config, options, _count("k", k), (), given=False)
+        return self._get_engine(options).profile(_check_queries(Q)[0], params)
+
     def score_pids(
         self, config: Any, Q: Tensor, pids: Any, centroid_scores: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:

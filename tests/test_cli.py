@@ -10,6 +10,7 @@ import pytest
 import plaid_tilemaxsim
 from plaid_tilemaxsim import cli
 from tests.colbert_fixtures import checkpoint, collection, index  # noqa: F401
+from tests.synthetic import make_index
 
 CLI = [sys.executable, "-W", "ignore", "-m", "plaid_tilemaxsim"]
 
@@ -167,3 +168,11 @@ def test_help(command, capsys):
         cli.main([*command, "--help"])
     assert error.value.code == 0
     assert "usage: plaid-tilemaxsim" in capsys.readouterr().out
+
+
+def test_warmup_says_when_it_is_ready(tmp_path, capsys):
+    make_index(tmp_path / "index", n=60, dim=64)
+    assert cli.main(["warmup", str(tmp_path / "index"), "--k", "5", "--query-maxlen", "8"]) == 0
+    assert "k=5: ready after" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="scorer_options"):
+        cli.main(["warmup", str(tmp_path / "index"), "--scorer-options", '{"moed": 1}'])

@@ -475,6 +475,11 @@ class TestSearcher:
     def test_many_queries_and_long_ones(self, ours, collection):  # noqa: F811
         ranking = ours.search_all(dict(enumerate(collection[:130])), k=3)
         assert len(ranking.data) == 130
+        for qid in (0, 129):
+            pids, ranks, scores = ours.search(collection[qid], k=3)
+            assert [row[:2] for row in ranking.data[qid]] == list(zip(pids, ranks))
+            # encoded in another batch, so equal but for the encoder's rounding
+            assert [row[2] for row in ranking.data[qid]] == pytest.approx(scores, abs=1e-3)
         long = " ".join(collection[:6])
         assert ours.encode(long, full_length_search=True).size(1) > 100
         assert len(ours.search(long, k=5, full_length_search=True)[0]) == 5

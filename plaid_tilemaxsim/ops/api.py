@@ -320,7 +320,8 @@ def _query_limits(Q: Tensor) -> None:
 
 
 def _int16_table(cs: CentroidScores) -> None:
-    _check("cs.table", cs.table, (None, padded_query_length(cs.LQ)), (torch.int16,))
+    rows = None if cs.keep is None else cs.keep.size(0) + 1
+    _check("cs.table", cs.table, (rows, padded_query_length(cs.LQ)), (torch.int16,))
 
 
 def _check_count(count: Tensor | None, device: torch.device) -> None:

@@ -1,0 +1,190 @@
+"""Centroid scores, centroid-only and dense MaxSim on this GPU: checked, then timed over block choices. One table.
+
+Passages as in bench_residual.py (lognormal lengths, mean 67.7; 2**18 centroids; 2 bits). "% of read" is of the read
+bandwidth of a plain sum over 4 GB in the same run; codes count 4 bytes a token, table rows stay in L2 and count none.
+
+    python scripts/bench_ops.py [--only centroid] [--passages 1500000] [--json out.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn.functional import normalize
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from plaid_tilemaxsim.ops import api, reference, tuning
+from scripts.bench_residual import Data, make, times
+
+SAMPLE = 2000  # passages compared with fp64
+
+
+class Bench:
+    """Rows of the table; ``only`` selects them by name."""
+
+    def __init__(self, only: str, repeats: int) -> None:
+        self.only, self.repeats = only, repeats
+        self.rows: list[dict[str, Any]] = []
+        x = torch.empty(1 << 30, device="cuda", dtype=torch.float32).fill_(1.0)
+        self.read = x.nbytes / statistics.median(times(x.sum, repeats)) / 1e6  # GB/s
+
+    def add(self, name: str, run: Callable[[], Tensor], correct: Callable[[Tensor], bool], nbytes: int, n: int) -> None:
+        """``n`` things (tokens, passages or centroids) and ``nbytes`` of device memory a run."""
+        if self.only not in name:
+            return
+        if not correct(run()):
+            print(f"{name}: WRONG, not timed", flush=True)
+            return
+        ms = times(run, self.repeats)
+        median = statistics.median(ms)
+        row = {
+            "name": name,
+            "ms": round(median, 4),
+            "p20": round(ms[len(ms) // 5], 4),
+            "p80": round(ms[-1 - len(ms) // 5], 4),
+            "g_per_s": round(n / median / 1e6, 3),
+            "pct_of_read": round(100 * nbytes / median / 1e6 / self.read, 1),
+        }
+        self.rows.append(row)
+        print(" ".join(f"{v}" for v in row.values()), flush=True)
+
+
+def close(want: Tensor, tolerance: float, sample: Tensor | None = None) -> Callable[[Tensor], bool]:
+    """Same -inf and within ``tolerance`` of ``want``, and a shuffled result would not be."""
+
+    def correct(got: Tensor) -> bool:
+        got = (got if sample is None else got[sample]).double()
+        finite = ~want.isinf()
+        worst = (got - want)[finite].abs().max()
+        shuffled = (got[finite].roll(1) - want[finite]).abs().max()
+        return bool((got.isinf() == ~finite).all() and worst <= tolerance < shuffled)
+
+    return correct
+
+
+def bench_centroid_scores(bench: Bench, data: Data) -> None:
+    want = data.centroids.double() @ data.Q.double().T
+    C, LQ = want.shape
+
+    def run(ncells: int | None) -> Tensor:
+        cs = api.centroid_scores(data.Q, data.centroids, 0.25, cmax=1.01, ncells=ncells)
+        return cs.table
+
+    def correct(table: Tensor) -> bool:
+        return close(want, 3e-5)(table[:C, :LQ] * (1.01 / 32767))  # unit query tokens
+
+    nbytes = data.centroids.nbytes + C * data.cs.table.size(1) * 2
+    default = tuning.centroid_scores_blocks
+    for warps, stages, programs in ((4, 2, 2), (8, 2, 2), (4, 3, 2), (4, 2, 4)):
+        blocks = tuning.CentroidScoresBlocks(128, 32, 128, warps, stages, programs)
+        tuning.centroid_scores_blocks = lambda *_, blocks=blocks: blocks
+        for ncells in (None, 1, 2, 4):
+            name = f"centroid_scores/ncells {ncells} warps {warps} stages {stages} programs {programs}"
+            bench.add(name, partial(run, ncells), correct, nbytes, C)
+    tuning.centroid_scores_blocks = default
+
+
+def table_maxsim(cs: api.CentroidScores, data: Data, pids: Tensor) -> Tensor:
+    """Sums of maxima of the table's own entries, fp64."""
+    table = cs.table[:, : cs.LQ].double() * cs.scale.double()
+    want = torch.full((len(pids),), -math.inf, dtype=torch.float64, device="cuda")
+    for i, pid in enumerate(pids.tolist()):
+        code = data.codes[data.offsets[pid] : data.offsets[pid + 1]].long()
+        code = code if cs.keep is None else code[cs.keep[code].bool()]
+        if len(code):
+            want[i] = table[code].amax(0).sum()
+    return want
+
+
+def bench_centroid_maxsim(bench: Bench, data: Data) -> None:
+    T, N = data.codes.size(0), data.offsets.size(0) - 1
+    sample = torch.linspace(0, N - 1, SAMPLE, device="cuda").long()
+    best = (data.centroids.float() @ data.Q.T).amax(1).sort(descending=True).values
+    out = torch.full((N,), math.nan, device="cuda")
+    nbytes = data.codes.nbytes + data.offsets.nbytes + out.nbytes
+    default = tuning.centroid_blocks
+    for kept in (None, 0.02, 0.2):
+        threshold = None if kept is None else float(best[int(kept * len(best))])
+        cs = api.centroid_scores(data.Q, data.centroids, threshold, cmax=1.01)
+        correct = close(table_maxsim(cs, data, sample), 1e-5, sample)
+        run = partial(api.centroid_maxsim, cs, data.codes, data.offsets, use_keep=kept is not None, out=out)
+        for BLOCK_N in (32, 64, 128):
+            for programs in (8, 16, 24, 32):
+                blocks = tuning.CentroidBlocks(32, BLOCK_N, tuning.arch(out.device) >= 90, programs)
+                tuning.centroid_blocks = lambda *_, blocks=blocks: blocks
+                bench.add(f"centroid_maxsim/kept {kept} BN {BLOCK_N} programs {programs}", run, correct, nbytes, T)
+    tuning.centroid_blocks = default
+
+
+def bench_dense(bench: Bench, data: Data) -> None:
+    lengths = data.offsets.diff()[:200_000]
+    for dtype in (torch.float16, torch.float32):
+        for DIM in (64, 128, 256, 384, 768):
+            passages = min(len(lengths), 200_000 * 128 // DIM // (dtype.itemsize // 2))
+            offsets = torch.cat([lengths.new_zeros(1), lengths[:passages].cumsum(0)])
+            Q = normalize(torch.randn(32, DIM, device="cuda"), dim=-1).to(dtype)
+            packed = torch.randn(int(offsets[-1]), DIM, device="cuda", dtype=dtype) / DIM**0.5
+            n = len(packed) // 128
+            padded = packed[: n * 128].view(n, 128, DIM)
+            even = torch.arange(n + 1, device="cuda") * 128
+            ragged_sample = torch.linspace(0, passages - 1, min(SAMPLE, passages), device="cuda").long()
+            even_sample = torch.linspace(0, n - 1, min(SAMPLE, n), device="cuda").long()
+            for precision in ("ieee",) if dtype == torch.float16 else ("ieee", "tf32x3", "tf32"):
+                error = 32 * (5e-4 if precision == "tf32" else DIM * 2.0**-24 + 4e-6 * (precision == "tf32x3"))
+                bench.add(
+                    f"dense/packed {dtype} DIM {DIM} {precision}",
+                    partial(api.dense_maxsim, Q, packed, offsets=offsets, precision=precision),
+                    close(reference.maxsim(Q, packed, offsets, ragged_sample), error, ragged_sample),
+                    packed.nbytes,
+                    passages,
+                )
+                bench.add(
+                    f"dense/128 tokens {dtype} DIM {DIM} {precision}",
+                    partial(api.dense_maxsim, Q, padded, precision=precision),
+                    close(reference.maxsim(Q, packed, even, even_sample), error, even_sample),
+                    padded.nbytes,
+                    n,
+                )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="only rows whose name contains this")
+    parser.add_argument("--passages", type=int, default=1_500_000)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    args = parser.parse_args()
+    bench = Bench(args.only, args.repeats)
+    data = make(2, 128, 32, args.passages, 1 << 18)
+    bench_centroid_scores(bench, data)
+    bench_centroid_maxsim(bench, data)
+    bench_dense(bench, data)
+    name = torch.cuda.get_device_name()
+    device = f"{name}, torch {torch.__version__}, triton {triton.__version__}"
+    print(f"{device}; read {bench.read:.0f} GB/s; best of each kind:")
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for row in bench.rows:
+        kinds.setdefault(row["name"].split(" BN")[0].split(" warps")[0], []).append(row)
+    for rows in kinds.values():
+        best = min(rows, key=lambda row: row["ms"])
+        print(f"{best['name']:<66} {best['ms']:>8} ms {best['g_per_s']:>8} G/s {best['pct_of_read']:>6} % of read")
+    if args.json:
+        args.json.write_text(
+            json.dumps({"device": device, "read_gb_s": bench.read, "rows": bench.rows}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -191,7 +191,7 @@ def residual_maxsim(
     _check("bucket_weights", bucket_weights, (2**nbits,), (torch.float32,), device)
     pids, out = _selection(offsets, pids, out, count, device)
     chosen = _choose(impl, Q)
-    inverse_norms = (inv_norms, inv_norm_lo, inv_norm_step)
+    inverse_norms = (inv_norms, float(inv_norm_lo), float(inv_norm_step))  # kernels specialise on int and float
     if chosen == "triton":
         _int16_table(cs)
         from . import residual_fast_kernel, residual_kernel, tuning

@@ -173,10 +173,12 @@ def test_runs_under_inference_mode_and_with_several_threads():
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("ncells", [1, 2, 7, 40])
-def test_candidates_are_the_union_of_the_best_lists(ncells):
+@pytest.mark.parametrize(
+    ("C", "ncells"), [(40, 1), (40, 7), (40, 40), (256, 1), (256, 3), (256, 4), (256, 256), (300, 2)]
+)
+def test_candidates_are_the_union_of_the_best_lists(C, ncells):
     g = torch.Generator().manual_seed(ncells)
-    C, N = 40, 500
+    N = 500
     lengths = torch.randint(0, 12, (C,), generator=g)  # some lists are empty
     lists = [torch.randperm(N, generator=g)[:n].sort().values for n in lengths.tolist()]
     table = torch.randn(C, 5, generator=g)

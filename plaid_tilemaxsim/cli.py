@@ -152,7 +152,7 @@ def _warmup(args: argparse.Namespace) -> int:
     from plaid_tilemaxsim.index.resident import load_resident
 
     options = ScorerConfig.from_options(args.scorer_options)
-    index = read_index(args.index, verify=options.verify)
+    index = read_index(args.index, verify="structure")  # what load_resident checks by itself is left to it
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     engine = SearchEngine(load_resident(index, device, options.placement), impl=options.impl)
     for k in args.k:

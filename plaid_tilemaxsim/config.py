@@ -12,7 +12,7 @@ ENVIRONMENT_PREFIX = "PLAID_TILEMAXSIM_"
 
 _CHOICES = {
     "mode": ("plaid", "rerank", "exhaustive"),
-    "placement": ("auto", "gpu", "host"),
+    "placement": ("auto", "gpu", "host", "disk"),
     "impl": ("auto", "triton", "torch"),
     "verify": ("full", "structure"),
 }
@@ -24,7 +24,8 @@ class ScorerConfig:
 
     mode        "plaid": stock's funnel. "rerank": every candidate is scored exactly, nothing is pruned.
                 "exhaustive": the whole index is scored, no candidates are generated
-    placement   of residuals when searching on a GPU: "gpu", "host" (pinned memory), "auto" (by free memory)
+    placement   of residuals when searching on a GPU: "gpu", "host" (pinned memory), "disk" (left in the index's
+                files, for indexes larger than memory), "auto" (the first of these that fits)
     impl        "triton" (GPU kernels), "torch" (CPU), "auto" (by device). Never falls back
     verify      of the index files before they are laid out: "structure" checks shapes and counts, "full" codes and
                 lists too (which are checked at load in any case)

@@ -3,8 +3,8 @@
 A graph is recorded once for every (query length, parameters, kind of input) and replayed from static buffers; a
 query in host memory and its answer travel through pinned buffers inside the graph. A recording for batches holds
 ``lanes`` independent copies of the funnel on parallel branches, so one launch serves that many queries with the same
-kernels, hence the same bits, as one query alone. Without CUDA (Triton's interpreter) the same code runs the funnel
-directly.
+kernels, hence the same bits, as one query alone. Without CUDA (Triton's interpreter), and where residuals come from
+disk, the same code runs the funnel directly.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from plaid_tilemaxsim.funnel import STAGES, Pids, Ranking, SearchParams, run_funnel
+from plaid_tilemaxsim.index.mapped import MappedRows
+from plaid_tilemaxsim.stages_disk import DiskStages
 from plaid_tilemaxsim.stages_triton import TritonStages
 
 if TYPE_CHECKING:
@@ -64,9 +66,12 @@ class DeviceSearch:
         self.device = index.device
         self._lock = threading.RLock()
         self._cmax = float(index.centroids.float().norm(dim=1).max()) if index.num_centroids else 0.0
-        self._lanes = [TritonStages(index, self._cmax)]
+        on_disk = isinstance(index.residuals, MappedRows)
+        self._make_stages = DiskStages if on_disk else TritonStages
+        self._lanes: list[TritonStages] = [self._make_stages(index, self._cmax)]
         self._recordings: OrderedDict[tuple[Any, ...], _Recording] = OrderedDict()
         self._on_gpu = self.device.type == "cuda"
+        self._records = self._on_gpu and not on_disk
         self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
         self._stream = torch.cuda.Stream(self.device) if self._on_gpu else None
         self._last_stream: torch.cuda.Stream | None = None
@@ -92,7 +97,7 @@ class DeviceSearch:
     def search(self, Q: Tensor, params: SearchParams, allow: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """One query Q [LQ, DIM] (any device) through the whole funnel: pids, scores on the CPU."""
         with self._turn():
-            on_host = self._on_gpu and Q.device.type == "cpu"
+            on_host = self._records and Q.device.type == "cpu"
             rec = self._recording("search", len(Q), params, allow=allow is not None, on_host=on_host)
             return self._answer(rec, Q[None], allow=allow)[0]
 
@@ -139,7 +144,7 @@ class DeviceSearch:
             for name in STAGES:
                 rec = self._recording("until", len(Q), params, until=name)
                 if rec.graph is None:
-                    raise ValueError("profile: expected an index on a CUDA device, got one on the CPU")
+                    raise ValueError("profile: expected an index in memory and a CUDA device, got neither or one")
                 self._load(rec, Q[None])
                 times = []
                 for _ in range(repeats):
@@ -217,7 +222,7 @@ class DeviceSearch:
             self._recordings.move_to_end(key)
             return rec
         while len(self._lanes) < lanes:
-            self._lanes.append(TritonStages(self.index, self._cmax))
+            self._lanes.append(self._make_stages(self.index, self._cmax))
         rec = self._record(kind, lq, params, lanes, cap, allow, until, on_host)
         self._recordings[key] = rec
         while len(self._recordings) > MAX_GRAPHS:
@@ -267,7 +272,7 @@ class DeviceSearch:
             return torch.stack(self._in_parallel([functools.partial(one, lane) for lane in range(lanes)]))
 
         rec = _Recording(Q, pids, count, bits, run, None, run())  # compiles the kernels; a recording must not
-        if not self._on_gpu:
+        if not self._records:
             return rec
         if on_host:
             rec.pinned_Q = torch.empty(Q.shape, pin_memory=True)
@@ -284,7 +289,7 @@ class DeviceSearch:
 
     def _in_parallel(self, tasks: list[Callable[[], Tensor]]) -> list[Tensor]:
         """Each task on a stream of its own, forked from and joined to the current one (a graph keeps the branches)."""
-        if not self._on_gpu:
+        if not self._records:
             return [task() for task in tasks]
         here = torch.cuda.current_stream(self.device)
         answers, streams = [], [torch.cuda.Stream(self.device) for _ in tasks]

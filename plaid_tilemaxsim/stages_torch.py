@@ -39,6 +39,7 @@ class TorchStages:
 
     def exact(self, Q: Tensor, cs: api.CentroidScores, pids: Pids) -> Tensor:
         index = self.index
+        assert isinstance(index.residuals, Tensor)
         return api.residual_maxsim(
             Q, cs, index.codes, index.residuals, index.inv_norms, index.inv_norm_lo, index.inv_norm_step,
             index.bucket_weights, index.nbits, index.offsets, pids.pids, impl="torch",

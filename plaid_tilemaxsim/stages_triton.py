@@ -56,6 +56,7 @@ class TritonStages:
 
     def exact(self, Q: Tensor, cs: api.CentroidScores, pids: Pids) -> Tensor:
         index = self.index
+        assert isinstance(index.residuals, Tensor)
         scores = self._scores_for(pids)
         return api.residual_maxsim(
             Q, cs, index.codes, index.residuals, index.inv_norms, index.inv_norm_lo, index.inv_norm_step,

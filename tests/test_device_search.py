@@ -102,9 +102,10 @@ def test_a_repeated_search_is_equal_to_the_bit(engine, params):
             assert torch.equal(again[1], first[1])
 
 
-def test_host_placement_finds_the_same(folder, engine):
-    hosted = SearchEngine(load_resident(read_index(folder), "cuda", "host"))
-    assert hosted.index.residuals.device.type == hosted.index.ivf_pids.device.type == "cpu"
+@pytest.mark.parametrize("placement", ["host", "disk"])
+def test_other_placements_find_the_same(folder, engine, placement):
+    hosted = SearchEngine(load_resident(read_index(folder), "cuda", placement))
+    assert hosted.index.placement == placement
     for params in MODES:
         for Q in queries(3, seed=3):
             a, b = engine.search(Q, params), hosted.search(Q, params)

@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from plaid_tilemaxsim import stages_disk
 from plaid_tilemaxsim.engine import SearchEngine, with_defaults
 from plaid_tilemaxsim.funnel import SearchParams
 from plaid_tilemaxsim.index.files import PlaidIndex, read_index
+from plaid_tilemaxsim.index.mapped import MappedRows
 from plaid_tilemaxsim.index.resident import load_resident
 from plaid_tilemaxsim.ops import reference
 from tests.synthetic import make_index
@@ -58,7 +60,7 @@ class Case:
 
 
 def open_case(folder, impl, nbits):
-    index = read_index(make_index(folder, n=N, dim=64, nbits=nbits, C=32, seed=nbits))
+    index = read_index(make_index(folder, n=N, dim=64, nbits=nbits, C=32, seed=nbits, chunk_size=100))
     resident = load_resident(index, torch.device("cuda" if ON_GPU else "cpu"))
     if impl == "triton":  # kernels read fp16 centroids, also in the interpreter
         resident = dataclasses.replace(resident, centroids=resident.centroids.half())
@@ -93,6 +95,26 @@ def test_other_widths_of_residuals(nbits, tmp_path, device):
     case = open_case(tmp_path, "triton", nbits)
     Q = case.queries(1)[0]
     check_scores(case, Q, case.engine.search(Q, SearchParams(k=20, ncells=2, threshold=0.3, ndocs=64)))
+
+
+@pytest.mark.parametrize("piece", [1 << 20, 100])
+def test_residuals_left_in_the_files(piece, tmp_path, device, monkeypatch):
+    """The same bits as from memory, also when the rows come in several pieces and from several chunks."""
+    monkeypatch.setattr(stages_disk, "PIECE_TOKENS", piece)
+    held = open_case(tmp_path, "triton", 2)
+    resident = held.engine.index
+    mapped = SearchEngine(dataclasses.replace(resident, residuals=MappedRows(held.index.chunks)), impl="triton")
+    Q = held.queries(1)[0]
+    for params in (
+        SearchParams(k=20, ncells=2, threshold=0.3, ndocs=64),
+        SearchParams(k=None, mode="rerank"),
+        SearchParams(k=9, mode="exhaustive"),
+    ):
+        a, b = held.engine.search(Q, params), mapped.search(Q, params)
+        assert torch.equal(a[0], b[0])
+        assert torch.equal(a[1], b[1])
+    given = [N - 1, 3, 3, 0]
+    assert torch.equal(mapped.score_pids(Q[None], given), held.engine.score_pids(Q[None], given))
 
 
 def test_exhaustive_finds_the_exact_top(case):

@@ -15,7 +15,7 @@ from plaid_tilemaxsim.index.files import PlaidIndex, read_index
 
 log = logging.getLogger("plaid_tilemaxsim")
 
-PLACEMENTS = ("auto", "gpu", "host")
+PLACEMENTS = ("auto", "gpu", "host", "disk")
 
 # Tokens decompressed together for their norms, on a GPU and on a CPU.
 NORM_TOKENS = 1 << 17
@@ -50,19 +50,29 @@ class Plan:
 
 
 def plan(index: PlaidIndex, free_bytes: int, placement: str = "auto") -> Plan:
-    """The plan that placement asks for, or for "auto" the first of gpu and host that fits free_bytes of the GPU.
+    """The plan that placement asks for, or for "auto" the first of gpu, host and disk that fits.
 
-    Logs what it chose. Raises ValueError for an unknown placement, and RuntimeError with the bytes needed and
-    free, and the placement that would fit, when this one does not.
+    free_bytes: of the GPU. What is pinned must fit into nine tenths of the host's available memory. Logs what it
+    chose. Raises ValueError for an unknown placement, and RuntimeError with the bytes needed and free, and the
+    placement that would fit, when this one does not.
     """
     if placement not in PLACEMENTS:
         raise ValueError(f"placement: expected one of {PLACEMENTS}, got {placement!r}")
-    plans = {name: plan_for(index, name) for name in ("gpu", "host")}
-    fitting = [name for name, one in plans.items() if one.device_bytes <= free_bytes]
+    plans = {name: plan_for(index, name) for name in PLACEMENTS[1:]}
+    available = available_memory() * 9 // 10
+    fitting = [
+        name for name, one in plans.items() if one.device_bytes <= free_bytes and one.host_bytes <= available
+    ]
     wanted = list(plans) if placement == "auto" else [placement]
     chosen = next((name for name in wanted if name in fitting), None)
     if chosen is None:
         needs = " or ".join(f"{_size(plans[name].device_bytes)} ({name})" for name in wanted)
+        if any(plans[name].device_bytes <= free_bytes for name in wanted):
+            pinned = _size(plans[wanted[0]].host_bytes)
+            raise RuntimeError(
+                f"{index.path}: host memory: expected {pinned} that can be pinned, got {_size(available)} available"
+                + (f'; placement "{fitting[0]}" would fit' if fitting else "")
+            )
         hint = f'; placement "{fitting[0]}" would fit' if fitting else ""
         raise RuntimeError(f"{index.path}: GPU memory: expected {needs}, got {_size(free_bytes)} free{hint}")
     log.info("%s: %s, of %s free", index.path, plans[chosen], _size(free_bytes))
@@ -70,7 +80,8 @@ def plan(index: PlaidIndex, free_bytes: int, placement: str = "auto") -> Plan:
 
 
 def plan_for(index: PlaidIndex, placement: str) -> Plan:
-    """The plan of placement "gpu" (all in GPU memory) or "host" (residuals and lists in pinned host memory).
+    """The plan of a placement: "gpu" all in GPU memory, "host" residuals and lists in pinned host memory, "disk"
+    residuals in the index's files and all else as for "gpu".
 
     The lists still pass through GPU memory at load, before the inverse norms and the workspace need theirs.
     """
@@ -89,6 +100,8 @@ def plan_for(index: PlaidIndex, placement: str) -> Plan:
     }
     if placement == "gpu":
         return Plan("gpu", {**pinned, **device}, {})
+    if placement == "disk":
+        return Plan("disk", {"lists": pinned["lists"], **device}, {})
     return Plan("host", device, pinned)
 
 

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from plaid_tilemaxsim.index.checks import check_pid_lists, check_range
 from plaid_tilemaxsim.index.files import PlaidIndex
+from plaid_tilemaxsim.index.mapped import MappedRows
 from plaid_tilemaxsim.index.placement import (
     NORM_TOKENS,
     NORM_TOKENS_CPU,
@@ -43,7 +44,7 @@ class ResidentIndex:
     """What kernels read. All tensors contiguous and on device, but those that placement "host" pins in host memory."""
 
     device: torch.device
-    placement: str  # "gpu", "host" or "cpu"
+    placement: str  # "gpu", "host", "disk" or "cpu"
     dim: int
     nbits: int
     num_passages: int
@@ -53,7 +54,7 @@ class ResidentIndex:
     centroids: Tensor  # [C, DIM] fp16, on the CPU fp32
     bucket_weights: Tensor  # fp32 [2**nbits]
     codes: Tensor  # int32 [T], each in [0, C)
-    residuals: Tensor  # uint8 [T, DIM * NBITS // 8], stock's bytes; for "host" in pinned host memory
+    residuals: Tensor | MappedRows  # uint8 [T, DIM * NBITS // 8], stock's bytes; "host": pinned, "disk": in the files
     inv_norms: Tensor  # uint16 [T] or fp32 [T]: 1 / norm = inv_norm_lo + inv_norm_step * inv_norms; 0 for norm 0
     inv_norm_lo: float
     inv_norm_step: float
@@ -73,8 +74,9 @@ def load_resident(
 ) -> ResidentIndex:
     """Lays the index out on a device; the result shares no memory with files that fit into memory.
 
-    placement: "gpu" all on the device, "host" residuals and lists in pinned host memory, "auto" by free memory; on a CPU
-    device "gpu" is refused. Always checks codes and lists (on the device), so an index read with
+    placement: "gpu" all on the device, "host" residuals and lists in pinned host memory, "disk"
+    residuals in the index's files (which must stay as they are), "auto" by free memory; on a CPU
+    device only "auto" and "host" are known. Always checks codes and lists (on the device), so an index read with
     verify="structure" is enough. progress: a bar on stderr once this has taken 2 s.
     Raises ValueError for bad contents or an unknown placement, RuntimeError when memory is too small.
     """
@@ -88,8 +90,8 @@ def load_resident(
         if device.type == "cuda":
             with torch.cuda.device(device):
                 return _load_cuda(index, torch.device("cuda", torch.cuda.current_device()), placement, progress)
-        if placement == "gpu":
-            raise ValueError('placement: expected "auto" or "host" on the CPU, got "gpu"')
+        if placement in ("gpu", "disk"):
+            raise ValueError(f'placement: expected "auto" or "host" on the CPU, got {placement!r}')
         return _load_cpu(index, progress)
 
 
@@ -116,11 +118,11 @@ def inverse_norms(codes: Tensor, residuals: Tensor, centroids: Tensor, table: Te
 
 
 def quantised_inverse_norms(
-    codes: Tensor, residuals: Tensor, centroids: Tensor, table: Tensor
+    codes: Tensor, residuals: Tensor | MappedRows, centroids: Tensor, table: Tensor
 ) -> tuple[Tensor, float, float]:
     """(uint16 [T], low, step) on the device of codes [T]: 1 / norm = low + step * it, off by <= INV_NORM_ERROR.
 
-    fp32 [T], 0, 1 where 16 bits cannot do that. residuals [T, PD] may lie in pinned host memory.
+    fp32 [T], 0, 1 where 16 bits cannot do that. residuals [T, PD] may lie in pinned host memory or in files.
     Two passes, since the range must be known first and the norms in fp32 may not fit beside the index.
     """
 
@@ -198,11 +200,15 @@ def _load_cuda(index: PlaidIndex, device: torch.device, placement: str, progress
     codes = torch.empty(index.num_tokens, dtype=torch.int32, device=device)
     ivf_pids = torch.empty(index.ivf_pids.numel(), dtype=torch.int32, device=device)
     shape = (index.num_tokens, index.dim * index.nbits // 8)
-    residuals = torch.empty(shape, dtype=torch.uint8, device=device if chosen == "gpu" else "cpu")
+    residuals: Tensor | MappedRows = MappedRows(index.chunks)
     copies = [(index.ivf_pids, ivf_pids)]
+    if chosen != "disk":
+        residuals = torch.empty(shape, dtype=torch.uint8, device=device if chosen == "gpu" else "cpu")
     for chunk in index.chunks:
         rows = slice(chunk.token_start, chunk.token_start + chunk.num_tokens)
-        copies += [(chunk.codes, codes[rows]), (chunk.residuals, residuals[rows])]
+        copies.append((chunk.codes, codes[rows]))
+        if isinstance(residuals, Tensor):
+            copies.append((chunk.residuals, residuals[rows]))
     total = sum(source.nbytes for source, _ in copies)
     with _bar(total, "index to the GPU", progress, unit="B") as bar:
         copy_staged(copies, bar)
@@ -211,6 +217,7 @@ def _load_cuda(index: PlaidIndex, device: torch.device, placement: str, progress
     _check_contents(index, codes, ivf_pids, ivf_offsets)
     centroids, weights = index.centroids.to(device), index.bucket_weights.to(device)
     if chosen == "host":
+        assert isinstance(residuals, Tensor)
         pin(residuals)
         ivf_pids = ivf_pids.cpu()
         pin(ivf_pids)

@@ -264,6 +264,7 @@ class Funnel:
             assert isclose(known[pid], cut, abs_tol=1e-4) or isclose(known_full[pid], full_cut, abs_tol=1e-4)
 
         stock_ranked, stock_scores = ranker.rank(config, Q[None])
+        assert isinstance(index.residuals, Tensor)
         exact = api.residual_maxsim(
             Q, cs, index.codes, index.residuals, index.inv_norms, index.inv_norm_lo, index.inv_norm_step,
             index.bucket_weights, index.nbits, index.offsets, torch.tensor(stock_ranked, dtype=torch.int32),

@@ -627,18 +627,18 @@ def _residual_maxsim_kernel(
     zero = tl.zeros([32], dtype=tl.int32)
     table = ()
     for k in tl.static_range(TABLES):
-        table = table + (tl.load(workspace_ptr + k) + zero,)
+        table = table + (tl.load(workspace_ptr + k) + zero,)  # type: ignore[assignment]
     bias = tl.load(workspace_ptr + 8)
     constants = ()
     for k in tl.static_range(2 * NT):
-        constants = constants + (tl.load(workspace_ptr + 32 + t * 2 * NT + k),)
+        constants = constants + (tl.load(workspace_ptr + 32 + t * 2 * NT + k),)  # type: ignore[assignment]
     q_address = (workspace_ptr + 64 + lane * 4).to(tl.int64)
     if Q_REGISTERS:
         q = ()
         for k in tl.static_range(0, Q_REGISTERS, 4):
             q = q + _load(q_address, zero + k * 32, 4, "v4.b32", 4)
     else:
-        q = (q_address,)
+        q = (q_address,)  # type: ignore[assignment]
     nothing = (zero - 2147483647 if INT8 else zero,) * (2 * NT)
 
     zero64 = zero.to(tl.int64)
@@ -647,7 +647,7 @@ def _residual_maxsim_kernel(
     table_at = (table_ptr + t * (2 * NT)).to(tl.int64)
     residuals_at = ()
     for k in tl.static_range(len(LOADS)):
-        residuals_at = residuals_at + ((residuals_ptr + LOADS_AT[k] + t * LOADS[k]).to(tl.int64),)
+        residuals_at = residuals_at + ((residuals_ptr + LOADS_AT[k] + t * LOADS[k]).to(tl.int64),)  # type: ignore[assignment]
 
     # The walk: tile x is computed, y is being loaded, of z the codes; passage a comes after z's, b after a.
     i_z = tl.program_id(0) * GROUP
@@ -787,12 +787,12 @@ class Launch:
 
 
 def launch_for(arch: int, nbits: int, DIM: int, LQ: int) -> Launch:
-    """Choice for a chip and a shape; not measured yet. Q is read from L1 for every tile where DIM > 128."""
-    if arch in (86, 89):  # half the threads of an SM, the same registers
+    """Choice for a chip and a shape; not measured yet. Programs per SM are what the registers allow."""
+    if DIM > 128:  # Q is read from L1 for every tile, so registers are no constraint
+        return Launch(programs_per_sm=12, unroll=1, group=16, maxnreg=None)
+    if nbits == 4 or arch in (86, 89):
         return Launch(programs_per_sm=12, unroll=1, group=16, maxnreg=168)
-    if DIM <= 128 and nbits < 4:
-        return Launch(programs_per_sm=16, unroll=1, group=16, maxnreg=128)
-    return Launch(programs_per_sm=12, unroll=1, group=16, maxnreg=168)
+    return Launch(programs_per_sm=16, unroll=1, group=16, maxnreg=128)
 
 
 def prepare(Q: Tensor, cs: CentroidScores, bucket_weights: Tensor, nbits: int, mode: str = "fp16") -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -160,7 +160,7 @@ class Kernel:
     def run(
         self,
         memory: Memory,
-        params: list[int | float],
+        params: Sequence[int | float],
         program: tuple[int, int] = (0, 1),
         registers: dict[str, Value] | None = None,
         limit: int = 10**7,
@@ -214,8 +214,8 @@ class Kernel:
             if kind[0] in ("ld", "st"):
                 pointer = args[1] if kind[0] == "ld" else args[0]
                 if kind[1] == "param":
-                    value = params[int(pointer.strip("[]").rsplit("_", 1)[1])]
-                    bits = struct.unpack("<I", struct.pack("<f", value))[0] if isinstance(value, float) else int(value)
+                    given = params[int(pointer.strip("[]").rsplit("_", 1)[1])]
+                    bits = struct.unpack("<I", struct.pack("<f", given))[0] if isinstance(given, float) else given
                     write(args[0], np.full(32, bits & (2**64 - 1), np.uint64), None)
                     continue
                 base, _, offset = pointer.strip("[] ").partition("+")

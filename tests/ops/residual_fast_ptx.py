@@ -44,7 +44,7 @@ def main() -> None:
     for i, kernel in enumerate(scoring[:2]):
         (folder / f"{i}.ptx").write_text(kernel.asm["ptx"])
     resources = [
-        {"registers": k.registers, "local_bytes": k.local_bytes, "shared_bytes": k.shared_bytes} for k in scoring
+        {"registers": k.registers, "spills": k.spills, "shared_bytes": k.shared_bytes} for k in scoring
     ]
     (folder / "resources.json").write_text(json.dumps(resources))
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 WIDTH = 760
-LABEL = 132  # room left of the bars
+LABEL = 150  # room left of the bars
 # Every stage that a system may report, in the order of a search, and how the page calls it.
 STAGES = {
     "centroids": "centroid scores",

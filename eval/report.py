@@ -54,7 +54,8 @@ def label(system: str) -> str:
     """How the page calls a system."""
     scorer, _, options = system.partition(":")
     name = {"plaid": "stock PLAID", "tilemaxsim": "TileMaxSim"}.get(scorer, scorer)
-    return f"{name} ({options.replace(',', ', ')})" if options else name
+    words = [option.removeprefix("mode=") for option in options.split(",") if option]
+    return " ".join([name, *words])
 
 
 def times(value: float) -> str:
@@ -62,16 +63,13 @@ def times(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.1f}%" if share < 0.9995 or share == 1 else f"{100 * share:.3f}%"
+    return "100%" if share == 1 else f"{100 * share:.1f}%" if share < 0.9995 else f"{100 * share:.3f}%"
 
 
 def _names(results: Results) -> str:
-    systems = results["experiment"]["systems"]
-    return (
-        f"{' and '.join(label(s) for s in systems[1:])} against {label(systems[0])}"
-        if systems[1:]
-        else label(systems[0])
-    )
+    """What the page compares; modes of one scorer are not told apart here."""
+    names = list(dict.fromkeys(label(system.partition(":")[0]) for system in results["experiment"]["systems"]))
+    return f"{' and '.join(names[1:])} against {names[0]}" if names[1:] else names[0]
 
 
 def _subtitle(results: Results) -> str:
@@ -105,13 +103,19 @@ def _settings(results: Results) -> list[tuple[dict[str, Any], str]]:
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]], *, text_columns: int = 1) -> str:
-    """Cells are HTML. The first `text_columns` columns are text, the others numbers."""
+    """Cells are HTML. The first `text_columns` columns are text, the others numbers. A first cell is not repeated."""
 
     def cells(tag: str, row: Sequence[str]) -> str:
         return "".join(f"<{tag}{'' if i < text_columns else ' class=n'}>{cell}</{tag}>" for i, cell in enumerate(row))
 
-    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f"<div class=scroll><table><thead><tr>{cells('th', header)}</tr></thead><tbody>{body}</tbody></table></div>"
+    body: list[str] = []
+    first = None
+    for row in rows:
+        starts = row[0] != first
+        body.append(f"<tr{' class=first' * starts}>{cells('td', row if starts else ['', *row[1:]])}</tr>")
+        first = row[0]
+    head = f"<thead><tr>{cells('th', header)}</tr></thead>"
+    return f"<div class=scroll><table>{head}<tbody>{''.join(body)}</tbody></table></div>"
 
 
 def _card(question: str, answer: str, tone: str, lines: Iterable[str]) -> str:
@@ -162,9 +166,10 @@ def _faster(results: Results) -> str:
         f"<b>{times(gain)}</b>"
         for gain, by, name in gains
     ]
-    return _card(
-        question, answer, "good" if low >= 1 else "bad", [f"{label(ours)}, median search.", "<br>".join(lines)]
-    )
+    what = f"{label(ours)}, median search."
+    if results["verdict"]["same"] is False:
+        return _card(question, answer, "bad", [f"{what} But the results differ.", "<br>".join(lines)])
+    return _card(question, answer, "good" if low >= 1 else "bad", [what, "<br>".join(lines)])
 
 
 def _where(results: Results) -> str:
@@ -224,19 +229,22 @@ def _latency_section(results: Results, base: str) -> str:
 
 
 def _sameness_section(results: Results, base: str) -> str:
-    rows, errors, figures, failures = [], [], [], []
+    rows, errors, failures = [], [], []
+    figures: list[tuple[str, str]] = []  # system, figure
+    listed: set[tuple[str, str]] = set()
     for search, name in _settings(results):
         for system, compared in search["compare"].items():
             ranking, n = compared["ranking"], compared["queries"]
-            verdict = {True: "<b class=yes>same</b>", False: "<b class=no>differs</b>", None: "by design other"}
+            verdict = {True: "<b class=yes>same</b>", False: "<b class=no>differs</b>", None: "another mode"}
             rows.append([
                 name, label(system), verdict[compared["same"]], f"{ranking['same_outside_ties']:,} of {n:,}",
-                f"{ranking['identical']:,}", f"{ranking['pairs_reordered']:,}",
+                f"{ranking['pairs_reordered']:,}",
                 significant(ranking["worst_inversion"], 2),
                 *[_sets(compared[what], n) for what in ("candidates", "survivors")], percent(ranking["overlap"]),
             ])  # fmt: skip
             for who, error in compared["errors"].items():
-                if error["n"]:
+                if error["n"] and (name, who) not in listed:
+                    listed.add((name, who))
                     numbers = [significant(error[key], 2) for key in ("mean", "p50", "p99", "max")]
                     allowed = "" if error["allowed"] is None else significant(error["allowed"], 2)
                     errors.append([name, label(who), *numbers, allowed, f"{error['n']:,}"])
@@ -249,11 +257,12 @@ def _sameness_section(results: Results, base: str) -> str:
                 largest = f"largest {significant(difference['max'], 2)}, mean size {significant(difference['mean'], 2)}"
                 caption = f"{name}: {difference['n']:,} scores of passages that both scored, {largest}"
                 plot = plots.histogram(**difference["histogram"], title=f"{axis}, {name}", axis=axis)
-                figures.append(f"<figure><figcaption>{caption}</figcaption>{plot}</figure>")
+                figures.append((system, f"<figure><figcaption>{caption}</figcaption>{plot}</figure>"))
     if not rows:
         return ""
-    shown = "".join(figures[-1:])
-    rest = "".join(figures[:-1])
+    # In view: the first other system where it scored the most; the rest on request.
+    shown = [i for i, (system, _) in enumerate(figures) if system == figures[0][0]][-1:]
+    rest = "".join(figure for i, (_, figure) in enumerate(figures) if i not in shown)
     more = f"<details><summary>The other settings ({len(figures) - 1})</summary>{rest}</details>" if rest else ""
     wrong = ""
     if failures:
@@ -267,12 +276,12 @@ def _sameness_section(results: Results, base: str) -> str:
         "when no system put one above another that the oracle scores higher by more than that system's rounding. "
         "Candidates (before pruning) and survivors (scored exactly) must be the same sets, or differ "
         "only by passages whose centroid scores tie at the cut (counted as tied).</p>"
-        + _table(["", "system", "verdict", "same outside ties", "identical", "pairs reordered",
+        + _table(["", "system", "verdict", "same outside ties", "pairs reordered",
                   "worst inversion", "candidates", "survivors", "overlap@k"], rows, text_columns=3)
         + wrong
         + "<h3>Scores against the oracle</h3>"
         + _table(["", "system", "mean |error|", "median", "p99", "max", "allowed", "scores"], errors, text_columns=2)
-        + "<h3>Score differences</h3>" + shown + more + "</section>"
+        + "<h3>Score differences</h3>" + "".join(figures[i][1] for i in shown) + more + "</section>"
     )  # fmt: skip
 
 
@@ -337,7 +346,8 @@ def _change(change: dict[str, Any]) -> str:
     if not differing:
         return "equal"
     p = "" if change["p_value"] is None else f", p = {significant(change['p_value'], 2)}"
-    return f"{change['mean']:+.1e} on {differing:,}{p}"
+    size = f"{change['mean']:+.4f}" if abs(change["mean"]) >= 5e-5 else f"{change['mean']:+.0e}"
+    return f"{size} on {differing:,}{p}"
 
 
 def _details_section(results: Results) -> str:
@@ -394,7 +404,7 @@ def summary(results: Results) -> str:
             figures = [significant(timing[system]["search"][p]) for p in ("p50", "p95")] if timing else ["", ""]
             gain = times(timing[base]["search"]["p50"] / timing[system]["search"]["p50"]) if timing else ""
             compared = search["compare"].get(system)
-            same = "" if compared is None else {True: "yes", False: "NO", None: "by design other"}[compared["same"]]
+            same = "" if compared is None else {True: "yes", False: "NO", None: "another mode"}[compared["same"]]
             metric = f"{search['metrics'][system][header[5]]:.4f}"
             rows.append([name, label(system), *figures, gain if system != base else "", metric, same])
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]

@@ -183,6 +183,7 @@ def test_a_difference_is_said(results):
     text = re.sub(r"\s+", " ", Page(report.render(bad)).text)
     assert "Is it the same? No 1 of 2 settings differ" in text
     assert "The first 1 of 30 findings" in text
+    assert "TileMaxSim, median search. But the results differ." in text
     assert "q<1> ranking 3 pairs ordered differently" in text
     assert "2 differ" in text
     assert "1 of 2 settings" in report.summary(bad)

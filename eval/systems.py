@@ -19,7 +19,6 @@ from torch import Tensor
 
 import plaid_tilemaxsim
 from plaid_tilemaxsim import compat
-from plaid_tilemaxsim.plugin import options_of
 
 # What stock searches with when a user gives only k (colbert-ai 0.2.22, searcher.py): ncells, threshold, ndocs.
 STOCK_DEFAULTS = ((10, 1, 0.5, 256), (100, 2, 0.45, 1024))
@@ -197,10 +196,9 @@ class TileMaxSim(Plaid):
         self.tolerance = OURS_GPU if session.gpu else OURS_CPU
 
     def stages(self, Q: Tensor) -> dict[str, float]:
-        ranker, config = self.session.searcher.ranker, self.session.searcher.config
-        options = options_of(config)
-        params = ranker._params(config, options, self.k, (), given=False)
-        return ranker._get_engine(options).profile(Q[0], params)
+        searcher = self.session.searcher
+        spent: dict[str, float] = searcher.ranker.profile(searcher.config, Q, self.k)
+        return spent
 
 
 def parse_system(name: str) -> tuple[str, dict[str, Any]]:
@@ -209,7 +207,7 @@ def parse_system(name: str) -> tuple[str, dict[str, Any]]:
     pairs = [part.partition("=") for part in rest.split(",")] if rest else []
     if scorer not in ("plaid", "tilemaxsim") or (scorer == "plaid" and rest) or any(not p[2] for p in pairs):
         raise ValueError(f"system: expected plaid or tilemaxsim[:option=value,...], got {name!r}")
-    return scorer, {key: value for key, _, value in pairs}
+    return scorer, {key: int(value) if value.isdecimal() else value for key, _, value in pairs}
 
 
 def open_systems(names: Sequence[str], index: Path) -> tuple[Session, list[System], dict[str, float]]:
@@ -217,8 +215,13 @@ def open_systems(names: Sequence[str], index: Path) -> tuple[Session, list[Syste
 
     The plugin is enabled only if one of them needs it. Stock compiles C++ or CUDA extensions the first time that it
     searches on a machine, which takes minutes and is in its seconds then. What loading prints is dropped.
+    Raises ValueError for plugin systems that would lay the index out differently: a ranker holds it once, so they
+    would load it anew at every turn.
     """
     parsed = [parse_system(name) for name in names]
+    layouts = {(o.get("placement"), o.get("impl")) for scorer, o in parsed if scorer == "tilemaxsim"}
+    if len(layouts) > 1:
+        raise ValueError(f"systems: expected one placement and impl for all in one experiment, got {', '.join(names)}")
     plugin = any(scorer == "tilemaxsim" for scorer, _ in parsed)
     systems: list[System] = []
     seconds = {}

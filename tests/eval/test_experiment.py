@@ -79,4 +79,5 @@ def test_parse_system():
         "tilemaxsim",
         {"mode": "rerank", "placement": "host"},
     )
+    assert parse_system("tilemaxsim:mode=exhaustive,prefilter=1000")[1]["prefilter"] == 1000
     assert parse_system("plaid") == ("plaid", {})

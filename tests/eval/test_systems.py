@@ -122,6 +122,11 @@ def test_an_option_that_the_plugin_lacks_is_refused(index, stock_extensions):  #
         open_systems(["tilemaxsim:mode=fast"], index)
 
 
+def test_layouts_are_not_mixed(index):  # noqa: F811
+    with pytest.raises(ValueError, match="systems: expected one placement and impl"):
+        open_systems(["tilemaxsim", "tilemaxsim:placement=host"], index)
+
+
 def test_no_index(tmp_path):
     with pytest.raises(ValueError, match=r"expected a PLAID index, found no metadata\.json"):
         open_systems(["plaid"], tmp_path)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -182,6 +182,7 @@ class IndexRun:
             **self.identity,
             "system": name,
             "knobs": knobs.to_dict(),
+            "judged": e.compare.queries,
             "threads": e.threads,
             "gpus": machine()["gpus"],
             "passages": dataset.passages_digest,
@@ -189,9 +190,12 @@ class IndexRun:
         }
         if not is_complete(folder, inputs):
             system = next(s for s in self.systems if s.name == name)
-            system.use(knobs)
+            # One more than k, in case the query's own passage is among them.
+            system.use(knobs if system.follows_plaid else replace(knobs, k=knobs.k + 1))
             with stage(folder, inputs) as temporary:
-                scored, timings = retrieve(system, self.context.Q, progress=self.bar(knobs, name))
+                scored, timings = retrieve(
+                    system, self.context.Q, judged=e.compare.queries, progress=self.bar(knobs, name)
+                )
                 scored.save(temporary / "scored.npz")
                 own = [dataset.own_passage(query_id) for query_id in dataset.query_ids]
                 write_run(temporary / "run.trec", scored, dataset.query_ids, dataset.passage_ids,

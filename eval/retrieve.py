@@ -67,21 +67,27 @@ def _join(parts: Sequence[Any], dtype: type) -> np.ndarray:
     return np.concatenate([np.zeros(0, dtype), *(np.asarray(part, dtype) for part in parts)])
 
 
-def retrieve(system: System, Q: Tensor, *, progress: str = "") -> tuple[Scored, dict[str, Any]]:
+def retrieve(
+    system: System, Q: Tensor, *, judged: int | None = None, progress: str = ""
+) -> tuple[Scored, dict[str, Any]]:
     """Run every query of Q (fp32 [n, LQ, DIM]) through `system`, whose knobs are set: (what it scored, timings).
 
+    A system that follows PLAID gives all that it scored and, for the first `judged` queries (None: all), its
+    candidates; another gives its k best and none: scoring a whole collection leaves more than there is room for.
     Timings: `first_query_ms` (it includes whatever the system loads late) and `seconds` in all. `progress`: the
     label of a progress bar, none if empty.
     """
-    results, candidates = [], []
+    results: list[tuple[list[int], list[float]]] = []
+    candidates: list[Any] = []
     first_query_ms = 0.0
     started = time.perf_counter()
     for i in tqdm(range(len(Q)), desc=progress, unit=" queries", disable=not progress):
         before = time.perf_counter()
-        results.append(system.rank(Q[i : i + 1]))
+        results.append(system.rank(Q[i : i + 1]) if system.follows_plaid else system.search(Q[i : i + 1]))
         if i == 0:
             first_query_ms = (time.perf_counter() - before) * 1e3
-        candidates.append(system.candidates(Q[i : i + 1]).numpy())
+        wanted = system.follows_plaid and (judged is None or i < judged)
+        candidates.append(system.candidates(Q[i : i + 1]).numpy() if wanted else [])
     seconds = time.perf_counter() - started
     return Scored.from_lists(results, candidates), {"first_query_ms": first_query_ms, "seconds": seconds}
 

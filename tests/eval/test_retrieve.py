@@ -62,6 +62,12 @@ def test_what_the_form_cannot_hold_is_refused(scored, tmp_path):
 class Fake:
     name = "fake"
 
+    def __init__(self, follows_plaid: bool = True) -> None:
+        self.follows_plaid = follows_plaid
+
+    def search(self, Q):
+        return tuple(values[:2] for values in self.rank(Q))
+
     def rank(self, Q):
         i = int(Q[0, 0, 0])
         return RESULTS[i]
@@ -76,3 +82,16 @@ def test_retrieve_asks_every_query_in_order(scored):
     for name, array in vars(scored).items():
         assert np.array_equal(getattr(got, name), array), name
     assert 0 < timings["first_query_ms"] / 1e3 <= timings["seconds"]
+
+
+def test_candidates_are_kept_of_judged_queries_only():
+    Q = torch.arange(3.0)[:, None, None].expand(3, 4, 2)
+    got, _ = retrieve(Fake(), Q, judged=1)  # type: ignore[arg-type]
+    assert [len(got.candidates_of(i)) for i in range(3)] == [3, 0, 0]
+
+
+def test_a_system_that_scores_everything_gives_its_best():
+    Q = torch.arange(3.0)[:, None, None].expand(3, 4, 2)
+    got, _ = retrieve(Fake(follows_plaid=False), Q)  # type: ignore[arg-type]
+    assert got.query(0)[0].tolist() == [7, 3]
+    assert len(got.candidates) == 0

@@ -44,7 +44,7 @@ _SPARSE_KEEP = 0.2
 def centroid_scores(Q: Tensor, centroids: Tensor, threshold: float | None = None) -> CentroidScores:
     """Scores fp32 ``[C, LQ]`` of ``centroids [C, DIM]`` with ``Q [LQ, DIM]``; keep: rows whose best >= threshold."""
     table = centroids.to(Q.dtype) @ Q.T
-    keep = None if threshold is None else (table.amax(1) >= threshold).to(torch.uint8)
+    keep = None if threshold is None else (_amax(table) >= threshold).to(torch.uint8)
     return CentroidScores(table=table, scale=torch.ones(1), LQ=Q.size(0), keep=keep)
 
 
@@ -175,7 +175,7 @@ def _best_cells(table: Tensor, ncells: int) -> Tensor:
         return table.topk(ncells, dim=0, sorted=False).indices.flatten()
     # They lie in the ncells blocks with the best maxima. topk of whole columns takes ten times as long.
     blocks = table.view(C // B, B, LQ)
-    best = blocks.amax(1).topk(ncells, dim=0).indices  # [ncells, LQ]
+    best = _amax(blocks).topk(ncells, dim=0).indices  # [ncells, LQ]
     scores = blocks[best, :, torch.arange(LQ)].transpose(0, 1).reshape(LQ, ncells * B)
     within = scores.topk(ncells, dim=1).indices  # [LQ, ncells]
     return (best.T.gather(1, within // B) * B + within % B).flatten()
@@ -218,8 +218,17 @@ def _tiles(first: Tensor, lengths: Tensor, LQ: int) -> Iterator[tuple[Tensor, Te
 
 
 def _block(elements: int) -> int:
-    """How many passages of a tile, with so many elements each, to work on at once (see ``_PARALLEL``)."""
-    return _PARALLEL if torch.get_num_threads() == 1 else max(1, (_PARALLEL - 1) // elements)
+    """How many rows (of a tile: passages) with so many elements each to work on at once (see ``_PARALLEL``)."""
+    return 2**31 if torch.get_num_threads() == 1 else max(1, (_PARALLEL - 1) // elements)
+
+
+def _amax(rows: Tensor) -> Tensor:
+    """``rows.amax(1)``, a block of rows at a time."""
+    maxima = rows.new_empty(rows.size(0), *rows.shape[2:])
+    step = _block(rows[:1].numel())
+    for part, maxima_part in zip(rows.split(step), maxima.split(step)):
+        torch.amax(part, 1, out=maxima_part)
+    return maxima
 
 
 def _at(values: Tensor, tokens: Tensor) -> Tensor:

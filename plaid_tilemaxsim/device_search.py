@@ -22,13 +22,18 @@ from torch import Tensor
 
 from plaid_tilemaxsim.funnel import STAGES, Pids, Ranking, SearchParams, run_funnel
 from plaid_tilemaxsim.index.mapped import MappedRows
+from plaid_tilemaxsim.ops.api import padded_query_length
+from plaid_tilemaxsim.ops.pids_kernel import clamp_pids
 from plaid_tilemaxsim.stages_disk import DiskStages
 from plaid_tilemaxsim.stages_triton import TritonStages
 
 if TYPE_CHECKING:
     from plaid_tilemaxsim.index.resident import ResidentIndex
 
+# Queries of a batch in one launch, and the bytes of their centroid tables together: more than fit the L2 cache with
+# what else is read (60 MB on an H200) would be fetched again for every token.
 BATCH_LANES = 8
+BATCH_TABLE_BYTES = 36 << 20
 MAX_GRAPHS = 64
 
 
@@ -44,10 +49,12 @@ class _Recording:
     pids: Tensor | None  # int32 [cap]
     count: Tensor | None  # int32 [1]
     allow: Tensor | None  # int32 [ceil(N / 32)]
+    flag: Tensor  # int32 [1]: 1 + position of a pid outside the index, for kind "score"
     run: Callable[[], Any]
     graph: torch.cuda.CUDAGraph | None
     output: Any
     pinned_Q: Tensor | None = None  # fp32 [1, LQ, DIM] in host memory: where the graph takes the query from
+    pinned_count: Tensor | None = None  # int32 [1] in host memory: likewise
     pinned: Tensor | None = None  # int32 [1, 1 + 2 k] in host memory: where the graph leaves the answer
 
     def replay(self) -> Any:
@@ -83,7 +90,8 @@ class DeviceSearch:
             if not self._on_gpu:
                 yield
                 return
-            with torch.cuda.device(self.device):
+            here = torch.cuda.current_device() == self.device.index
+            with contextlib.nullcontext() if here else torch.cuda.device(self.device):
                 stream = torch.cuda.current_stream()
                 if self._last_stream is not None and self._last_stream != stream:
                     stream.wait_stream(self._last_stream)
@@ -97,35 +105,44 @@ class DeviceSearch:
     def search(self, Q: Tensor, params: SearchParams, allow: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """One query Q [LQ, DIM] (any device) through the whole funnel: pids, scores on the CPU."""
         with self._turn():
-            on_host = self._records and Q.device.type == "cpu"
-            rec = self._recording("search", len(Q), params, allow=allow is not None, on_host=on_host)
+            rec = self._recording("search", len(Q), params, allow=allow is not None, on_host=self._on_host(Q))
             return self._answer(rec, Q[None], allow=allow)[0]
 
     def search_batch(self, Q: Tensor, params: SearchParams) -> list[tuple[Tensor, Tensor]]:
         """Q [B, LQ, DIM]: ``BATCH_LANES`` queries a launch, one wait for all of them."""
         with self._turn():
-            lanes = min(BATCH_LANES, len(Q)) or 1
+            table = 2 * self.index.num_centroids * padded_query_length(Q.size(1))
+            lanes = max(1, min(BATCH_LANES, BATCH_TABLE_BYTES // max(table, 1), len(Q)))
             rec = self._recording("search", Q.size(1), params, lanes=lanes)
             return self._answer(rec, Q)
 
     def search_given(self, Q: Tensor, pids: Tensor, params: SearchParams) -> tuple[Tensor, Tensor]:
         """Exact scores of ``pids`` (int32, ascending, on the device) alone, best k."""
         with self._turn():
-            rec = self._recording("given", len(Q), params, cap=_capacity(pids))
+            rec = self._recording("given", len(Q), params, cap=_capacity(pids), on_host=self._on_host(Q))
             return self._answer(rec, Q[None], pids=pids)[0]
 
     def search_candidates(self, Q: Tensor, pids: Tensor, params: SearchParams) -> tuple[Tensor, Tensor]:
         """The funnel from pruning on, for candidates chosen by the caller (int32, ascending, on the device)."""
         with self._turn():
-            rec = self._recording("candidates", len(Q), params, cap=_capacity(pids))
+            rec = self._recording("candidates", len(Q), params, cap=_capacity(pids), on_host=self._on_host(Q))
             return self._answer(rec, Q[None], pids=pids)[0]
 
     def score(self, Q: Tensor, pids: Tensor) -> Tensor:
-        """fp32 [n] on the device: exact scores in the order of ``pids`` (int32 on the device)."""
+        """fp32 [n] on the device: exact scores in the order of ``pids`` (int32 on the device).
+
+        Waits for the device. IndexError for a pid outside the index.
+        """
         with self._turn():
-            rec = self._recording("score", len(Q), SearchParams(), cap=_capacity(pids))
+            if pids.numel() == 0:
+                return torch.zeros(0, device=self.device)
+            rec = self._recording("score", len(Q), SearchParams(), cap=_capacity(pids), on_host=self._on_host(Q))
             self._load(rec, Q[None], pids=pids)
-            return rec.replay()[: pids.numel()].clone()
+            scores: Tensor = rec.replay()[: pids.numel()].clone()
+            wrong = int(rec.flag)
+            if wrong:
+                raise IndexError(f"pids: expected 0 .. {self.index.num_passages - 1}, got {int(pids[wrong - 1])}")
+            return scores
 
     def candidates(self, Q: Tensor, params: SearchParams, allow: Tensor | None) -> Tensor:
         """int32 [n] on the device, ascending; waits for the device to learn n."""
@@ -165,6 +182,10 @@ class DeviceSearch:
             self._lanes.clear()
             self.__dict__.pop("index", None)
 
+    def _on_host(self, Q: Tensor) -> bool:
+        """Whether a graph itself is to fetch the query from pinned memory, and to leave the answer there."""
+        return self._records and Q.device.type == "cpu"
+
     def _answer(
         self, rec: _Recording, Q: Tensor, pids: Tensor | None = None, allow: Tensor | None = None
     ) -> list[tuple[Tensor, Tensor]]:
@@ -199,7 +220,10 @@ class DeviceSearch:
             assert pids is not None
             assert rec.count is not None
             rec.pids[: pids.numel()].copy_(pids)
-            rec.count.fill_(pids.numel())
+            if rec.pinned_count is not None:
+                rec.pinned_count.fill_(pids.numel())
+            else:
+                rec.count.fill_(pids.numel())
         if rec.allow is not None:
             assert allow is not None
             rec.allow.copy_(_bitmap(allow))
@@ -243,6 +267,8 @@ class DeviceSearch:
         Q = torch.nn.functional.normalize(torch.ones(lanes, lq, self.index.dim, device=self.device), dim=-1)
         pids = None if cap is None else torch.zeros(cap, dtype=torch.int32, device=self.device)
         count = None if cap is None else torch.ones(1, dtype=torch.int32, device=self.device)
+        clamped = torch.empty(cap or 0, dtype=torch.int32, device=self.device)
+        flag = torch.zeros(1, dtype=torch.int32, device=self.device)
         bits = None
         if allow:
             bits = torch.zeros((self.index.num_passages + 31) // 32, dtype=torch.int32, device=self.device)
@@ -251,8 +277,11 @@ class DeviceSearch:
             stages, q = self._lanes[lane], Q[lane]
             listed = None if pids is None else Pids(pids, count)
             if kind == "score":
-                assert listed is not None
-                return stages.exact(q, stages.centroids(q, threshold=None, ncells=None), listed)
+                assert pids is not None
+                assert count is not None
+                clamp_pids(pids, count, self.index.num_passages, clamped, flag)
+                cs = stages.centroids(q, threshold=None, ncells=None)
+                return stages.exact(q, cs, Pids(clamped, count))
             if kind == "generate":
                 short = q if params.query_maxlen is None else q[: params.query_maxlen]
                 return stages.candidates(
@@ -271,17 +300,22 @@ class DeviceSearch:
                 return answer[None] if packs else answer
             return torch.stack(self._in_parallel([functools.partial(one, lane) for lane in range(lanes)]))
 
-        rec = _Recording(Q, pids, count, bits, run, None, run())  # compiles the kernels; a recording must not
+        rec = _Recording(Q, pids, count, bits, flag, run, None, run())  # compiles the kernels; a recording must not
         if not self._records:
             return rec
         if on_host:
             rec.pinned_Q = torch.empty(Q.shape, pin_memory=True)
-            rec.pinned = torch.empty(rec.output.shape, dtype=rec.output.dtype, pin_memory=True)
+            if count is not None:
+                rec.pinned_count = torch.ones(1, dtype=torch.int32, pin_memory=True)
+            if packs:
+                rec.pinned = torch.empty(rec.output.shape, dtype=rec.output.dtype, pin_memory=True)
         torch.cuda.synchronize(self.device)
         rec.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(rec.graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             if rec.pinned_Q is not None:
                 Q.copy_(rec.pinned_Q, non_blocking=True)
+            if rec.pinned_count is not None and count is not None:
+                count.copy_(rec.pinned_count, non_blocking=True)
             rec.output = run()
             if rec.pinned is not None:
                 rec.pinned.copy_(rec.output, non_blocking=True)

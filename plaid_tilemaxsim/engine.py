@@ -6,6 +6,7 @@ Checks what callers pass, then runs ``funnel.run_funnel`` with the steps of the 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -120,9 +121,12 @@ class SearchEngine:
         """Exact MaxSim: fp32 [n] on the index's device, in the order of ``pids``; -inf for an empty passage.
 
         Q: [1, LQ, DIM] for all passages alike, or [n, LQ, DIM]: each passage with its own query.
+        Raises ValueError for a wrong shape or type, IndexError for a pid outside the index.
         """
         Q = self._check_query(Q, 3)
-        wanted = self._check_pids(pids)
+        # pids on a GPU are checked there, by the search itself
+        later = isinstance(pids, Tensor) and pids.is_cuda and self._device_search is not None and Q.size(0) == 1
+        wanted = self._listed(pids) if later else self._check_pids(pids)
         if Q.size(0) not in (1, wanted.numel()):
             raise ValueError(f"Q: expected 1 query or one for each of {wanted.numel()} pids, got {Q.size(0)}")
         with torch.no_grad():
@@ -212,8 +216,8 @@ class SearchEngine:
         if Q.size(-2) == 0:
             raise ValueError("Q: expected at least one query token, got none")
         # A check on the GPU would wait for it; NaN scores then rank anywhere, as in stock.
-        if Q.device.type == "cpu" and not bool(torch.isfinite(Q).all()):
-            raise ValueError("Q: expected finite values, got NaN or infinity")
+        if Q.device.type == "cpu" and not math.isfinite(float(torch.linalg.vector_norm(Q.float()))):
+            raise ValueError("Q: expected finite values, got NaN, infinity or values whose squares overflow")
         return Q.float() if self._device_search is not None else Q.to(self.device, torch.float32)
 
     def _check_ncells(self, params: SearchParams, *, given: bool) -> None:
@@ -224,16 +228,28 @@ class SearchEngine:
 
     def _check_pids(self, pids: Tensor | list[int]) -> Tensor:
         wanted = torch.as_tensor(pids)
+        if wanted.numel():
+            self._check_range(wanted)
+        return self._listed(wanted)
+
+    def _listed(self, pids: Tensor | list[int]) -> Tensor:
+        """int32 [n] on the index's device; says nothing of the range."""
+        wanted = torch.as_tensor(pids)
         if wanted.numel() == 0:
             return torch.zeros(0, dtype=torch.int32, device=self.device)
         if wanted.dim() != 1 or wanted.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"pids: expected integers [n], got {wanted.dtype} {list(wanted.shape)}")
-        least, most = torch.stack(torch.aminmax(wanted)).tolist()  # one wait where pids are on a GPU
+        return wanted.to(self.device, torch.int32)
+
+    def _check_range(self, pids: Tensor) -> None:
+        """IndexError unless all pids are in the index; one wait where they are on a GPU."""
+        if pids.is_floating_point() or pids.numel() == 0:
+            return  # _listed says what is wrong with them
+        least, most = torch.stack(torch.aminmax(pids)).tolist()
         if least < 0 or most >= self.index.num_passages:
             raise IndexError(
                 f"pids: expected 0 .. {self.index.num_passages - 1}, got {least if least < 0 else most}"
             )
-        return wanted.to(self.device, torch.int32)
 
     def _allow_mask(self, allow: Tensor) -> Tensor:
         if allow.dtype == torch.bool:

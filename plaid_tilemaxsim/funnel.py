@@ -68,7 +68,8 @@ def default_params(k: int) -> tuple[int, float, int]:
 class Pids:
     """Passages in flight between two stages: the first ``count`` of ``pids``, all of it where count is None.
 
-    pids: int32 [cap], ascending, on the index's device, or None for every passage of the index in order.
+    pids: int32 [cap], on the index's device, or None for every passage of the index in order. Ascending before and
+    between prunings of more than a few thousand.
     count: int32 [1] on the device.
     """
 

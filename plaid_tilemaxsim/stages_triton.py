@@ -52,6 +52,9 @@ class TritonStages:
         api.centroid_maxsim(
             cs, index.codes, index.offsets, pids.pids, thresholded, scores, pids.count, impl="triton"
         )
+        if scores.numel() <= rank_kernel.LIMIT:
+            best = self._ranked(pids, scores, min(keep, scores.numel()))
+            return Pids(best.pids, best.count)
         return self._select(pids, scores, keep)[0]
 
     def exact(self, Q: Tensor, cs: api.CentroidScores, pids: Pids) -> Tensor:
@@ -69,6 +72,9 @@ class TritonStages:
             return self._sorted(pids, scores, k)
         if scores.numel() > rank_kernel.LIMIT:
             pids, scores = self._select(pids, scores, k)
+        return self._ranked(pids, scores, k)
+
+    def _ranked(self, pids: Pids, scores: Tensor, k: int) -> Ranking:
         packed = self._new(1 + 2 * k, dtype=torch.int32)
         rank_kernel.rank(scores, pids.pids, pids.count, k, packed)
         return Ranking(packed[1 : 1 + k], packed[1 + k :].view(torch.float32), packed[:1], packed)

@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--exact", type=int, default=100_000, help="pids to score exactly without a search; 0: none")
     parser.add_argument("--host-placement", action="store_true", help="also measure residuals in host memory")
     parser.add_argument("--no-stock", action="store_true", help="the plugin alone")
+    parser.add_argument("--commit", help="of this code, for the record, where there is no checkout to ask")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
@@ -300,6 +301,7 @@ def main() -> None:
                   "bytes": plaid_index.nbytes},
         "queries": len(timed_queries),
         **environment(),
+        **({"commit": args.commit} if args.commit else {}),
     }  # fmt: skip
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

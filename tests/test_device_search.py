@@ -55,32 +55,38 @@ def test_nothing_waits_for_the_device_between_query_and_result(engine, params):
     assert torch.equal(ranking.scores[:n].cpu(), want[1])
 
 
-def compilations() -> int:
-    """Compiled variants of all our kernels in this process."""
+def compilations() -> dict[str, int]:
+    """Compiled variants of our kernels in this process, by kernel."""
     from triton.runtime.jit import JITFunction
 
     from plaid_tilemaxsim.ops import (
         candidates_kernel,
         centroid_kernel,
         centroid_scores_kernel,
+        pids_kernel,
         rank_kernel,
         residual_fast_kernel,
         residual_kernel,
         select_kernel,
     )
 
-    modules = (candidates_kernel, centroid_kernel, centroid_scores_kernel, rank_kernel, residual_fast_kernel,
-               residual_kernel, select_kernel)  # fmt: skip
-    kernels = [f for module in modules for f in vars(module).values() if isinstance(f, JITFunction)]
-    return sum(len(caches[0]) for f in kernels for caches in f.device_caches.values())
+    modules = (candidates_kernel, centroid_kernel, centroid_scores_kernel, pids_kernel, rank_kernel,
+               residual_fast_kernel, residual_kernel, select_kernel)  # fmt: skip
+    kernels = {
+        f"{module.__name__}.{name}": f
+        for module in modules
+        for name, f in vars(module).items()
+        if isinstance(f, JITFunction)
+    }
+    return {name: sum(len(caches[0]) for caches in f.device_caches.values()) for name, f in kernels.items()}
 
 
 def test_200_varied_queries_compile_nothing(engine):
     params = with_defaults(100)
     engine.warmup(32, params)
-    engine.score_pids(queries(1), list(range(5)))
+    engine.search(queries(1)[0], params, pids=[3])
     before = compilations()
-    assert before > 5
+    assert sum(before.values()) > 5
     counts = set()
     for i, Q in enumerate(queries(200, seed=1)):
         # from one distinct token to 32: between a handful and thousands of candidates
@@ -125,6 +131,17 @@ def test_queries_on_host_and_device_and_other_streams_agree(engine):
         got = engine.search(Q, params)
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
+
+
+def test_a_pid_outside_the_index_is_found_on_the_device(engine):
+    pids = torch.arange(100, dtype=torch.int32, device="cuda")
+    want = engine.score_pids(queries(1), pids)
+    for wrong in (-1, 20_000):
+        spoiled = pids.clone()
+        spoiled[37] = wrong
+        with pytest.raises(IndexError, match=f"got {wrong}"):
+            engine.score_pids(queries(1), spoiled)
+    assert torch.equal(engine.score_pids(queries(1), pids), want)
 
 
 def test_close_gives_the_memory_back(folder):

@@ -18,7 +18,7 @@ log = logging.getLogger("plaid_tilemaxsim")
 PLACEMENTS = ("auto", "gpu", "host", "disk")
 
 # Tokens decompressed together for their norms, on a GPU and on a CPU.
-NORM_TOKENS = 1 << 17
+NORM_TOKENS = 1 << 22
 NORM_TOKENS_CPU = 1 << 13
 # What a search allocates beside the index. Per passage: flags, a pid and scores of candidates. Per centroid: the
 # fp32 and int16 scores of 32 query tokens. Fixed: graphs, compiled kernels, small buffers.
@@ -95,7 +95,7 @@ def plan_for(index: PlaidIndex, placement: str) -> Plan:
         "offsets": 8 * (N + 1),
         "workspace": PASSAGE_WORKSPACE * N
         + CENTROID_WORKSPACE * C
-        + 12 * index.dim * min(T, NORM_TOKENS)
+        + (20 + index.dim * index.nbits // 8) * min(T, NORM_TOKENS)
         + FIXED_WORKSPACE,
     }
     if placement == "gpu":

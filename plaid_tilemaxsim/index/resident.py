@@ -118,25 +118,35 @@ def inverse_norms(codes: Tensor, residuals: Tensor, centroids: Tensor, table: Te
 
 
 def quantised_inverse_norms(
-    codes: Tensor, residuals: Tensor | MappedRows, centroids: Tensor, table: Tensor
+    codes: Tensor,
+    residuals: Tensor | MappedRows,
+    centroids: Tensor,
+    bucket_weights: Tensor,
+    nbits: int,
+    bar: tqdm | None = None,
 ) -> tuple[Tensor, float, float]:
     """(uint16 [T], low, step) on the device of codes [T]: 1 / norm = low + step * it, off by <= INV_NORM_ERROR.
 
     fp32 [T], 0, 1 where 16 bits cannot do that. residuals [T, PD] may lie in pinned host memory or in files.
     Two passes, since the range must be known first and the norms in fp32 may not fit beside the index.
+    bar: advanced by tokens, twice.
     """
+    from plaid_tilemaxsim.ops import norms_kernel
 
     def blocks() -> Iterator[tuple[slice, Tensor]]:
         for begin in range(0, codes.numel(), NORM_TOKENS):
             block = slice(begin, begin + NORM_TOKENS)
             rows = residuals[block].to(codes.device, non_blocking=True)
-            yield block, inverse_norms(codes[block], rows, centroids, table)
+            inverse = norms_kernel.inverse_norms(codes[block], rows, centroids, bucket_weights, nbits)
+            yield block, inverse
+            if bar is not None:
+                bar.update(inverse.numel())
 
-    extremes = [torch.aminmax(inverse) for _, inverse in blocks()]
+    extremes = [torch.stack(torch.aminmax(inverse)) for _, inverse in blocks()]
     if not extremes:
         return torch.empty(0, dtype=torch.uint16, device=codes.device), 0.0, 0.0
-    low = float(torch.stack([least for least, _ in extremes]).amin())
-    high = float(torch.stack([most for _, most in extremes]).amax())
+    ranges = torch.stack(extremes)
+    low, high = float(ranges[:, 0].amin()), float(ranges[:, 1].amax())
     step = (high - low) / (INV_NORM_LEVELS - 1)
     fits = step / 2 <= INV_NORM_ERROR * low
     stored = torch.empty(codes.numel(), dtype=torch.uint16 if fits else torch.float32, device=codes.device)
@@ -212,6 +222,7 @@ def _load_cuda(index: PlaidIndex, device: torch.device, placement: str, progress
     total = sum(source.nbytes for source, _ in copies)
     with _bar(total, "index to the GPU", progress, unit="B") as bar:
         copy_staged(copies, bar)
+    del copies  # it holds on to GPU memory
 
     offsets, ivf_offsets = index.offsets.to(device), index.ivf_offsets.to(device)
     _check_contents(index, codes, ivf_pids, ivf_offsets)
@@ -221,7 +232,8 @@ def _load_cuda(index: PlaidIndex, device: torch.device, placement: str, progress
         pin(residuals)
         ivf_pids = ivf_pids.cpu()
         pin(ivf_pids)
-    inv_norms, low, step = quantised_inverse_norms(codes, residuals, centroids, byte_table(index.nbits, weights))
+    with _bar(2 * index.num_tokens, "inverse norms", progress) as bar:
+        inv_norms, low, step = quantised_inverse_norms(codes, residuals, centroids, weights, index.nbits, bar)
     torch.cuda.synchronize(device)
     resident = ResidentIndex(
         device=device,

@@ -7,9 +7,9 @@ A radix select on the order-preserving 32-bit image of fp32 scores, in three dig
     tally       scores above / equal to the threshold in each program's range
     scatter     writes the chosen ones at their offset; their order is the order of the input
 
-Up to SMALL scores one program does all of it in one launch. Since candidates arrive with ascending pids, the result
-does too, and "ties by pid" needs no second key. n is a device scalar and the grid is fixed, so nothing waits for the
-host and nothing recompiles when n changes.
+Since candidates arrive with ascending pids, the result does too, and "ties by pid" needs no second key. n is a device
+scalar and the grid is fixed, so nothing waits for the host and nothing recompiles when n changes. For a few thousand
+scores ``rank_kernel`` does the same in one launch.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -23,7 +23,6 @@ from plaid_tilemaxsim.ops import tuning
 
 BINS = 2048
 BLOCK = 2048
-SMALL = 4096
 PROGRAMS_PER_SM = 2
 # Workspace: three histograms; threshold so far and how many are still needed in it; finished programs; tallies.
 _STATE = 3 * BINS
@@ -87,7 +86,7 @@ def _extend(prefix, digit, LEVEL: tl.constexpr):
     return (prefix << 11) | digit.to(tl.uint32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def _histogram_kernel(
     scores_ptr, count_ptr, work_ptr, m,
     LEVEL: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, STATE: tl.constexpr, DONE: tl.constexpr,
@@ -162,7 +161,7 @@ def _write_chosen(
     return above + tl.sum(is_above, 0), equal + tl.sum(is_equal, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def _scatter_kernel(
     scores_ptr, pids_ptr, count_ptr, work_ptr, out_pids_ptr, out_scores_ptr, out_count_ptr, m,
     HAS_PIDS: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS_P: tl.constexpr, STATE: tl.constexpr, TALLY: tl.constexpr,
@@ -186,27 +185,6 @@ def _scatter_kernel(
         tl.store(out_count_ptr, tl.minimum(m, n))
 
 
-@triton.jit
-def _small_kernel(
-    scores_ptr, pids_ptr, count_ptr, out_pids_ptr, out_scores_ptr, out_count_ptr, m,
-    HAS_PIDS: tl.constexpr, BINS: tl.constexpr, CAP_P: tl.constexpr,
-):  # fmt: skip
-    n = tl.load(count_ptr)
-    i = tl.arange(0, CAP_P)
-    score = tl.load(scores_ptr + i, mask=i < n, other=0.0)
-    key = _image(score)
-    threshold = tl.zeros([], dtype=tl.uint32)
-    need = tl.minimum(m, n)
-    for level in tl.static_range(3):
-        digit, live = _split(key, i < n, threshold, level)
-        found, need = _digit(_counts(digit, live, BINS), need, BINS)
-        threshold = _extend(threshold, found, level)
-    _write_chosen(
-        scores_ptr, pids_ptr, out_pids_ptr, out_scores_ptr, i, i < n, score, key, threshold, need, 0, 0, HAS_PIDS
-    )
-    tl.store(out_count_ptr, tl.minimum(m, n))
-
-
 def select_top(
     scores: torch.Tensor,
     pids: torch.Tensor | None,
@@ -225,13 +203,6 @@ def select_top(
     """
     has_pids = pids is not None
     listed = scores if pids is None else pids
-    if scores.numel() <= SMALL:
-        cap = triton.next_power_of_2(max(scores.numel(), 128))
-        _small_kernel[(1,)](
-            scores, listed, count, out_pids, out_scores, out_count, m,
-            HAS_PIDS=has_pids, BINS=BINS, CAP_P=cap, num_warps=16,
-        )  # fmt: skip
-        return
     programs = (work.numel() - _TALLY) // 2
     grid = (programs,)
     for level in range(3):

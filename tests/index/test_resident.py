@@ -143,10 +143,11 @@ def test_no_inference_tensors(tmp_path: Path) -> None:
 
 def test_arguments(tmp_path: Path) -> None:
     index = make(tmp_path / "i")
-    with pytest.raises(ValueError, match=r"placement: expected one of .*, got 'disk'"):
-        load_resident(index, "cpu", "disk")
-    with pytest.raises(ValueError, match='"auto" or "host" on the CPU, got "gpu"'):
-        load_resident(index, "cpu", "gpu")
+    with pytest.raises(ValueError, match=r"placement: expected one of .*, got 'tape'"):
+        load_resident(index, "cpu", "tape")
+    for placement in ("gpu", "disk"):
+        with pytest.raises(ValueError, match=f'"auto" or "host" on the CPU, got {placement!r}'):
+            load_resident(index, "cpu", placement)
     with pytest.raises(ValueError, match="expected cpu or cuda, got meta"):
         load_resident(index, "meta")
 
@@ -155,8 +156,9 @@ def test_arguments(tmp_path: Path) -> None:
 
 
 def quantised(index: PlaidIndex) -> tuple[Tensor, float, float]:
-    table = byte_table(index.nbits, index.bucket_weights)
-    return quantised_inverse_norms(index.codes(), index.residuals(), index.centroids, table)
+    return quantised_inverse_norms(
+        index.codes(), index.residuals(), index.centroids, index.bucket_weights, index.nbits
+    )
 
 
 @pytest.mark.parametrize(("dim", "nbits"), SHAPES)
@@ -175,7 +177,8 @@ def two_norms(norms: list[float]) -> tuple[Tensor, float, float]:
     centroids = torch.zeros(len(norms), 16)
     centroids[:, 3] = torch.tensor(norms)
     codes = torch.arange(len(norms), dtype=torch.int32)
-    return quantised_inverse_norms(codes, torch.zeros(len(norms), 2, dtype=torch.uint8), centroids, torch.zeros(256, 8))
+    residuals = torch.zeros(len(norms), 2, dtype=torch.uint8)
+    return quantised_inverse_norms(codes, residuals, centroids, torch.zeros(2), 1)
 
 
 def test_a_range_too_wide_for_16_bits_stays_in_fp32() -> None:
@@ -303,7 +306,7 @@ def test_cuda(tmp_path: Path, dim: int, nbits: int, where: str) -> None:
     assert (got.placement, got.centroids.dtype, got.inv_norms.dtype) == (where, torch.float16, torch.uint16)
     for name, value in vars(got).items():
         if isinstance(value, Tensor):
-            assert value.is_cuda == (name != "residuals" or where == "gpu"), name
+            assert value.is_cuda == (name not in ("residuals", "ivf_pids") or where == "gpu"), name
     assert got.residuals.is_pinned() == (where == "host")
     planned = plan_for(index, where)
     assert got.device_bytes - got.bucket_weights.nbytes == planned.device_bytes - planned.device["workspace"]

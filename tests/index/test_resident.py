@@ -145,9 +145,9 @@ def test_arguments(tmp_path: Path) -> None:
     index = make(tmp_path / "i")
     with pytest.raises(ValueError, match=r"placement: expected one of .*, got 'tape'"):
         load_resident(index, "cpu", "tape")
-    for placement in ("gpu", "disk"):
-        with pytest.raises(ValueError, match=f'"auto" or "host" on the CPU, got {placement!r}'):
-            load_resident(index, "cpu", placement)
+    for where in ("gpu", "disk"):
+        with pytest.raises(ValueError, match=f'"auto" or "host" on the CPU, got {where!r}'):
+            load_resident(index, "cpu", where)
     with pytest.raises(ValueError, match="expected cpu or cuda, got meta"):
         load_resident(index, "meta")
 
@@ -256,7 +256,9 @@ def test_plan_counts_every_tensor_of_a_resident_index(tmp_path: Path) -> None:
     assert (gpu.host_bytes, host.host_bytes) == (0, got.residuals.nbytes + got.ivf_pids.nbytes)
 
 
-def test_plan_by_free_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_plan_by_free_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index = make(tmp_path / "i", 128, 2)
     gpu, host = (plan_for(index, name).device_bytes for name in ("gpu", "host"))
     with caplog.at_level(logging.INFO, "plaid_tilemaxsim"):
@@ -266,10 +268,14 @@ def test_plan_by_free_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert plan(index, gpu, "host").placement == "host"
     with pytest.raises(RuntimeError, match=r"expected .* \(gpu\), got .* free; placement \"host\" would fit"):
         plan(index, gpu - 1, "gpu")
-    with pytest.raises(RuntimeError, match=r"expected .* \(gpu\) or .* \(host\), got .* free$"):
+    with pytest.raises(RuntimeError, match=r"expected .* \(gpu\) or .* \(host\) or .* \(disk\), got .* free$"):
         plan(index, host - 1)
     with pytest.raises(ValueError, match="placement: expected one of"):
-        plan(index, gpu, "disk")
+        plan(index, gpu, "tape")
+    monkeypatch.setattr("plaid_tilemaxsim.index.placement.available_memory", lambda: 1000)
+    assert plan(index, gpu - 1).placement == "disk"  # what would be pinned does not fit the host
+    with pytest.raises(RuntimeError, match=r"host memory: expected .* pinned, .*; placement \"gpu\" would fit"):
+        plan(index, gpu, "host")
 
 
 def test_describe(tmp_path: Path) -> None:

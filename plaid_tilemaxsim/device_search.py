@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 # Queries of a batch in one launch, and the bytes of their centroid tables together: more than fit the L2 cache with
 # what else is read (60 MB on an H200) would be fetched again for every token.
-BATCH_LANES = 8
-BATCH_TABLE_BYTES = 36 << 20
+BATCH_LANES = 32
+BATCH_TABLE_BYTES = 1 << 30
 MAX_GRAPHS = 64
 
 

@@ -205,7 +205,7 @@ def main() -> None:
                 torch.cuda.synchronize()
             return scores
 
-        for q in queries[:2]:
+        for q in queries[:100]:
             exact(q)
         times = [timed(exact, q) for q in timed_queries]
         figures["exact_100k_ms" if args.exact == 100_000 else f"exact_{args.exact}_ms"] = statistics.median(times)

@@ -336,6 +336,12 @@ def main() -> None:
             figures[f"host_p50_ms_k{k}"] = statistics.median(times)
         figures["host_placement_gpu_gb"] = (torch.cuda.max_memory_allocated(device) - before) / 1e9
 
+    where = environment()
+    # Names, not places: what is recorded must mean something elsewhere.
+    words = [Path(word).name if Path(word).is_absolute() else word for word in where.pop("argv")]
+    where["command"] = " ".join(["python", *words])
+    if args.commit:
+        where["commit"] = args.commit
     result = {
         "correct": not problems,
         "problems": problems[:40],
@@ -345,8 +351,7 @@ def main() -> None:
                   "centroids": plaid_index.num_centroids, "dim": plaid_index.dim, "nbits": plaid_index.nbits,
                   "bytes": plaid_index.nbytes},
         "queries": len(timed_queries),
-        **environment(),
-        **({"commit": args.commit} if args.commit else {}),
+        **where,
     }  # fmt: skip
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

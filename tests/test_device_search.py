@@ -85,6 +85,7 @@ def test_200_varied_queries_compile_nothing(engine):
     params = with_defaults(100)
     engine.warmup(32, params)
     engine.search(queries(1)[0], params, pids=[3])
+    engine.candidates(queries(1)[0], params.ncells)
     before = compilations()
     assert sum(before.values()) > 5
     counts = set()

@@ -1,0 +1,94 @@
+"""Writes the measured tables of README.md from eval/results/*.json, between their markers.
+
+    python scripts/update_readme.py            # rewrites README.md
+    python scripts/update_readme.py --check    # exit 1 if it is not what the results say
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+START, END = "<!-- results: {} -->", "<!-- end of results -->"
+
+
+def load(name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((ROOT / "eval" / "results" / f"{name}.json").read_text())
+    if result["correct"] is not True:
+        raise ValueError(f"{name}.json: expected a run whose checks passed, got correct = {result['correct']}")
+    return result
+
+
+def search_table() -> str:
+    """The A/B at MS MARCO's size."""
+    result = load("h200_search")
+    f = result["figures"]
+    rows = ["| | stock PLAID | plugin | |", "|---|---|---|---|"]
+
+    def row(what: str, stock: str | None, ours: str, digits: int) -> None:
+        mine = f"{f[ours]:.{digits}f} ms"
+        theirs, ratio = ("", "") if stock is None else (f"{f[stock]:.1f} ms", f"{f[stock] / f[ours]:.0f}x")
+        rows.append(f"| {what} | {theirs} | {mine} | {ratio} |")
+
+    for k in (10, 100, 1000):
+        row(f"search, k = {k}", f"stock_p50_ms_k{k}", f"search_p50_ms_k{k}", 2)
+    row("the same with residuals in host memory, k = 1000", None, "host_p50_ms_k1000", 2)
+    row("every candidate scored exactly (`rerank`), k = 1000", None, "rerank_p50_ms_k1000", 2)
+    row("the whole collection scored exactly (`exhaustive`)", None, "exhaustive_p50_ms", 1)
+    row("exact scores of 100,000 given passages", "stock_exact_100k_ms", "exact_100k_ms", 2)
+    beside = " / ".join(f"{result['detail'][f'ab_k{k}']['ours_ms']['p50']:.2f}" for k in (10, 100, 1000))
+    candidates = " / ".join(f"{f[f'candidates_k{k}']:,.0f}" for k in (10, 100, 1000))
+    lines = [
+        f"{f['passages']:,.0f} passages, {f['tokens']:,.0f} tokens, 2 bits, one {result['machine']['gpus'][0]['name']};",
+        f"medians from the encoded query to pids and scores on the host; {candidates} candidates (medians):",
+        "",
+        *rows,
+        "",
+        f"Query by query in turn with stock, which leaves the caches cold, the plugin takes {beside} ms.",
+        f"Batches of 64 run at {f['batch64_qps']:,.0f} queries/s (k = 10). The index takes {f['gpu_gb']:.1f} GB of GPU",
+        f"memory, or {f['host_placement_gpu_gb']:.1f} GB with residuals in host memory, and loads in {f['load_s']:.1f} s "
+        f"({f['load_gb_per_s']:.1f} GB/s).",
+        f"Mean error of a score against float64: {f['mean_err_ours']:.1e}, stock's {f['mean_err_stock']:.1e}.",
+        "Every figure, and the command: [eval/results/h200_search.json](eval/results/h200_search.json).",
+    ]
+    return "\n".join(lines)
+
+
+TABLES = {"search": search_table}
+
+
+def rendered(text: str) -> str:
+    for name, table in TABLES.items():
+        start = START.format(name)
+        if start not in text:
+            raise ValueError(f"README.md: expected the marker {start}")
+        before, _, rest = text.partition(start)
+        _, end, after = rest.partition(END)
+        if not end:
+            raise ValueError(f"README.md: expected {END} after {start}")
+        text = f"{before}{start}\n{table()}\n{END}{after}"
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    wanted = rendered(text)
+    if args.check:
+        if text != wanted:
+            print("README.md is not what eval/results say: run python scripts/update_readme.py", file=sys.stderr)
+            return 1
+        return 0
+    readme.write_text(wanted)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""What README says was measured is what the results say, and every result passed its own checks."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts import update_readme
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = sorted((ROOT / "eval" / "results").glob("*.json"))
+
+
+def test_readme_is_what_the_results_say():
+    text = (ROOT / "README.md").read_text()
+    assert update_readme.rendered(text) == text
+    stale = text.replace("queries/s", "queries a second")
+    assert update_readme.rendered(stale) != stale
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_results_are_complete(path):
+    result = json.loads(path.read_text())
+    assert result["correct"] is True
+    assert {"figures", "versions", "commit", "command"} <= result.keys()
+    assert all(isinstance(value, (int, float)) for value in result["figures"].values())
+
+
+def test_search_reaches_its_targets():
+    f = update_readme.load("h200_search")["figures"]
+    for k, limit in ((10, 0.6), (100, 0.8), (1000, 1.2)):
+        assert f[f"search_p50_ms_k{k}"] <= limit
+        assert f[f"search_p99_ms_k{k}"] <= 2 * f[f"search_p50_ms_k{k}"]
+    assert f["mean_err_ours"] < f["mean_err_stock"]
+    assert f["max_err_vs_oracle"] <= 2e-3
+
+
+def test_a_run_that_failed_its_checks_is_not_shown(tmp_path, monkeypatch):
+    (tmp_path / "eval" / "results").mkdir(parents=True)
+    (tmp_path / "eval" / "results" / "h200_search.json").write_text('{"correct": false, "figures": {}}')
+    monkeypatch.setattr(update_readme, "ROOT", tmp_path)
+    with pytest.raises(ValueError, match="correct = False"):
+        update_readme.search_table()

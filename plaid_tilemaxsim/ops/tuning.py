@@ -65,13 +65,14 @@ class CentroidScoresBlocks:
 def centroid_scores_blocks(arch: int, LQP: int, DIM: int) -> CentroidScoresBlocks:
     """32 KB of centroids a stage at DIM = 128, two programs an SM (one with the 99 KB of sm_89).
 
-    wgmma (sm_90) leaves the operands in shared memory: up to DIM 128 four warps have registers enough, else eight.
+    wgmma (sm_90) leaves the operands in shared memory: for one tile four warps have registers enough, else eight.
     """
+    wgmma = arch >= 90
     return CentroidScoresBlocks(
         BLOCK_C=128,
         BLOCK_Q=min(LQP, 32),
-        BLOCK_D=dim_block(DIM, 128),
-        num_warps=4 if arch >= 90 and DIM <= 128 else 8,
+        BLOCK_D=dim_block(DIM, 128 if wgmma or DIM <= 128 else 64),
+        num_warps=4 if wgmma and DIM <= 128 and LQP <= 32 else 8,
         num_stages=2,
         programs_per_sm=2,
     )
@@ -120,7 +121,7 @@ def residual_blocks(arch: int, nbits: int, DIM: int, LQP: int) -> ResidualBlocks
             programs_per_sm=16 if arch in (80, 90, 100) else 12,
         )
     return ResidualBlocks(
-        BLOCK_N=64,
+        BLOCK_N=64 if arch >= 90 else 32,
         BLOCK_Q=min(LQP, 32),
         BLOCK_P=dim_block(PD, 32),
         KEEP_Q=False,
@@ -176,7 +177,7 @@ def dense_blocks(
         num_warps, programs, largest = 1, 8, 32
     else:
         num_warps, programs, largest = 4, 2, 128 if narrow else 64
-        if itemsize == 4 and arch < 90:
+        if itemsize == 4 and (arch < 90 or precision == "ieee"):
             largest = 32
         if fixed_length is not None:
             largest = min(largest, max(32, 1 << (fixed_length - 1).bit_length()))

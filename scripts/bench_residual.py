@@ -4,8 +4,8 @@ Synthetic passages with MS MARCO-like lengths (lognormal, mean 67.7), random cod
 work (3.8 GB at 2 bits and 1.5 M passages) is far above the L2. Every variant is checked in this run before it is timed.
 
     python scripts/bench_residual.py                     # variants at 2 bits, then 1 and 4 bits, centroid-only
-    python scripts/bench_residual.py --only fp16-      # variants whose name contains the text
-    ncu --set full -k regex:residual python scripts/bench_residual.py --only default --single
+    python scripts/bench_residual.py --only u2           # variants whose name contains the text
+    ncu --set full -k regex:residual_maxsim python scripts/bench_residual.py --nbits 2 --only default --single
 """
 
 from __future__ import annotations
@@ -108,22 +108,16 @@ def expected(data: Data, pids: Tensor) -> Tensor:
 
 
 def variants(nbits: int, DIM: int, LQ: int) -> dict[str, Launch]:
-    """Name (mode / programs per SM, tiles in a loop body, passages in a group) -> launch; the first is the default."""
+    """Name (programs per SM, tiles in a loop body, passages in a group) -> launch; the first is the default."""
     chosen = {"default": residual_fast_kernel.launch_for(90, nbits, DIM, LQ)}
     if DIM > 128:
-        return chosen | {"fp16/16 u1": Launch(16, 1, 16, 128), "fp16/12 u2": Launch(12, 2, 16, 168)}
-    chosen |= {"fp16/12 u2": Launch(12, 2, 16, 168)}
-    if nbits != 2:
-        return chosen | ({"fp16/14 u1": Launch(14, 1, 16, 144)} if nbits == 4 else {})
-    return chosen | {
-        "fp16/12 u1": Launch(12, 1, 16, 168),
-        "fp16/14 u2": Launch(14, 2, 16, 144),
-        "fp16/16 u1 g128": Launch(16, 1, 128, 128),
-        "fp16-imad/12 u2": Launch(12, 2, 16, 168, "fp16-imad"),
-        "fp16-imad/16 u1": Launch(16, 1, 16, 128, "fp16-imad"),
-        "fp16-i2fp/16 u1": Launch(16, 1, 16, 128, "fp16-i2fp"),
-        "int8/12 u1": Launch(12, 1, 16, 168, "int8"),
-    }
+        return chosen | {"16 u1": Launch(16, 1, 16, 128), "12 u2": Launch(12, 2, 16, 168)}
+    chosen |= {"12 u2": Launch(12, 2, 16, 168), "16 u1": Launch(16, 1, 16, 128)}
+    if nbits == 2:
+        chosen |= {"14 u2": Launch(14, 2, 16, 144), "16 u1 g128": Launch(16, 1, 128, 128)}
+    if nbits == 4:
+        chosen |= {"14 u1": Launch(14, 1, 16, 144)}
+    return chosen
 
 
 def times(run: Callable[[], object], repeats: int) -> list[float]:

@@ -22,7 +22,6 @@ tile, the codes of the one after, the offsets of the passage after that, and its
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -115,25 +114,13 @@ class _Ptx:
         return "{\n" + f".reg .b32 r<{self.n + 1}>;\n.reg .b16 h<2>;\n.reg .pred p;\n" + "\n".join(self.lines) + "\n}"
 
 
-def _selectors2(p: _Ptx, x: str, size: int, table: list[str]) -> list[str]:
-    """Selectors of four 2-bit fields each: low and high half of the low fields, then of the high fields, of nibbles."""
-    if len(table) == 3:  # shifts as multiplications by numbers that the assembler does not see
-
-        def shift(x: str, n: int) -> str:
-            return p("mul.hi.u32", x, table[1 if n == 16 else 2])
-    else:
-
-        def shift(x: str, n: int) -> str:
-            return p("shr.u32", x, str(n))
-
-    fields = [p("and.b32", x, "0x33333333"), p("and.b32", shift(x, 2), "0x33333333")]
-    return [shift(field, 16) if half else field for field in fields for half in range(2 if size >= 4 else 1)]
-
-
 def _decode2(p: _Ptx, x: str, size: int, table: list[str]) -> list[tuple[str, str]]:
     """2 bits: a nibble masked to one field selects a byte of the table, then 0x64 above it makes 1024 + h."""
+    fields = [p("and.b32", x, "0x33333333"), p("and.b32", p("shr.u32", x, "2"), "0x33333333")]
+    halves = range(2 if size >= 4 else 1)
+    selectors = [p("shr.u32", field, "16") if half else field for field in fields for half in halves]
     steps = []
-    for selector in _selectors2(p, x, size, table):
+    for selector in selectors:
         four = p("prmt.b32", table[0], table[0], selector)
         steps.append((p("prmt.b32", four, "0x64646464", "0x4140"), p("prmt.b32", four, "0x64646464", "0x4342")))
     return steps
@@ -172,17 +159,8 @@ def _decode4(p: _Ptx, x: str, size: int, table: list[str]) -> list[tuple[str, st
     return steps
 
 
-def _decode2_int8(p: _Ptx, x: str, size: int, table: list[str]) -> list[tuple[str, str]]:
-    """2 bits: the bytes that a masked nibble selects are the operand, one int8 per weight."""
-    fours = [p("prmt.b32", table[0], table[0], selector) for selector in _selectors2(p, x, size, table)]
-    return list(zip(fours[::2], fours[1::2], strict=True))
-
-
 _DECODE = {1: _decode1, 2: _decode2, 4: _decode4}
-
-
-def _num_tables(nbits: int, mode: str) -> int:
-    return {1: 0, 2: 3 if "imad" in mode else 1, 4: 8}[nbits]
+_TABLES = {1: 0, 2: 1, 4: 8}  # words of the decode table
 
 
 @dataclass(frozen=True)
@@ -201,75 +179,7 @@ class Tile:
 
 
 @lru_cache
-def tile_int8(nbits: int, DIM: int, NT: int, mode: str) -> Tile:
-    """As :func:`tile` with Q in two int8 digits: the high digit's products, times 256, start the low digit's."""
-    p = _Ptx()
-    loads = pieces(nbits, DIM)
-    words = sum(max(size // 4, 1) for _, size in loads)
-    ksteps = DIM // 32
-    number = iter(range(10000))
-
-    def operands(n: int) -> list[str]:
-        return [f"${next(number)}" for _ in range(n)]
-
-    out = operands(2 * NT)
-    rows = operands(words), operands(words)
-    entries = operands(NT), operands(NT)
-    inverse = operands(2)
-    base = operands(1)[0]  # 256, where the assembler does not see it: a multiply-add, not a shift
-    constants = operands(2 * NT)
-    table = operands(_num_tables(nbits, mode))
-    maxima = operands(2 * NT)
-    q = operands(ksteps * NT * 4)
-    inputs = next(number) - 2 * NT
-
-    steps = []
-    for row in range(2):
-        decoded = []
-        for i, n in enumerate([size for _, size in loads for _ in range(max(size // 4, 1))]):
-            decoded += _decode2_int8(p, rows[row][i], n, table)
-        steps.append(decoded)
-
-    def multiply(digit: int, acc: list[list[str]]) -> list[list[str]]:
-        for k, ((a0, a2), (a1, a3)) in enumerate(zip(*steps, strict=True)):
-            for n in range(NT):
-                j = ((digit * ksteps + k) * NT + n) * 2
-                d = [p.new() for _ in range(4)]
-                p.lines.append(
-                    "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
-                    f"{{{', '.join(d)}}}, {{{a0}, {a1}, {a2}, {a3}}}, {{{q[j]}, {q[j + 1]}}}, {{{', '.join(acc[n])}}};"
-                )
-                acc[n] = d
-        return acc
-
-    acc = multiply(0, [[constants[2 * n], constants[2 * n + 1]] * 2 for n in range(NT)])
-    for n in range(NT):
-        for row in range(2):
-            for half in range(2):
-                # table entry * 256, sign extended
-                entry = p("prmt.b32", entries[row][n], "0", "0xb324" if half else "0x9104")
-                acc[n][2 * row + half] = p("mad.lo.s32", acc[n][2 * row + half], base, entry)
-    acc = multiply(1, acc)
-    for n in range(NT):
-        for half in range(2):
-            values = [p("mul.hi.s32", acc[n][2 * row + half], inverse[row]) for row in range(2)]
-            best = p("max.s32", p("max.s32", values[0], values[1]), maxima[2 * n + half])
-            p.lines.append(f"mov.b32 {out[2 * n + half]}, {best};")
-    return Tile(
-        NT=NT,
-        KSTEPS=ksteps,
-        words=words,
-        q_registers=len(q),
-        tables=len(table),
-        asm=p.text(),
-        constraints=",".join(["=&r"] * (2 * NT) + ["r"] * inputs),
-        reduce_asm=_reduce_ptx(NT),
-        reduce_constraints=",".join(["=r"] + ["r"] * (2 * NT + 1)),
-    )
-
-
-@lru_cache
-def tile(nbits: int, DIM: int, NT: int, mode: str) -> Tile:
+def tile(nbits: int, DIM: int, NT: int) -> Tile:
     """PTX that turns loaded words into running maxima of 16 tokens x 8 NT query tokens.
 
     Operands: 2 NT maxima out; words of row g, of row g + 8; NT table words of row g, of row g + 8; inverse norms
@@ -292,7 +202,7 @@ def tile(nbits: int, DIM: int, NT: int, mode: str) -> Tile:
     inverse = operands(2)
     bias = operands(1)[0]
     constants = operands(2 * NT)
-    table = operands(_num_tables(nbits, mode))
+    table = operands(_TABLES[nbits])
     maxima = operands(2 * NT)
     q = operands(q_registers if in_registers else 1)
     inputs = next(number) - 2 * NT
@@ -303,11 +213,7 @@ def tile(nbits: int, DIM: int, NT: int, mode: str) -> Tile:
         for row in range(2):
             p.lines.append(f"mov.b32 {{h0, h1}}, {entries[row][n]};")
             for half in range(2):
-                if "i2fp" in mode:
-                    wide = p("prmt.b32", entries[row][n], "0", ("0x9910", "0xbb32")[half])
-                    value = p("cvt.rn.f32.s32", wide)
-                else:
-                    value = p("cvt.rn.f32.s16", f"h{half}")
+                value = p("cvt.rn.f32.s16", f"h{half}")
                 quad.append(p("add.f32", value, constants[2 * n + half]))
         acc.append(quad)
 
@@ -393,7 +299,7 @@ def _reverse(v, NBITS: tl.constexpr):
 @triton.jit
 def _write_constants(
     Q_ptr, order_ptr, out_ptr, block, LQ, w, bucket, o, s, center, unit,
-    NBITS: tl.constexpr, INT8: tl.constexpr, DIM: tl.constexpr, NT: tl.constexpr, BLOCK_D: tl.constexpr,
+    NBITS: tl.constexpr, DIM: tl.constexpr, NT: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Head of the workspace: decode table, BIAS, and what starts the accumulators of each query token."""
     # constant of q: unit * (o + s c) * sum_k Q - sum_k Q' * (1024 + 2**e c), with Q' as rounded above
@@ -414,26 +320,15 @@ def _write_constants(
             exponent = tl.load(order_ptr + DIM + d, mask=d < DIM, other=0).to(tl.float32)
             rounded = (x * (s * unit) * tl.exp2(-exponent)[None, :]).to(tl.float16).to(tl.float32)
             constant += tl.sum(x * (unit * (o + s * center)), 1)
-            if not INT8:
-                constant -= tl.sum(rounded * (1024 + tl.exp2(exponent) * center)[None, :], 1)
-    if INT8:
-        tl.store(out_ptr + 32 + rows, tl.floor(constant + 0.5).to(tl.int32))
-    else:
-        tl.store((out_ptr + 32).to(tl.pointer_type(tl.float32)) + rows, constant)
+            constant -= tl.sum(rounded * (1024 + tl.exp2(exponent) * center)[None, :], 1)
+    tl.store((out_ptr + 32).to(tl.pointer_type(tl.float32)) + rows, constant)
     # above any |similarity| in units of the table, so that adding it makes all similarities positive
     bias = 1.25 * tl.sqrt(tl.max(square, 0)) * unit + 1
-    if INT8:
-        tl.store(out_ptr + 8, 256)
-    else:
-        tl.store((out_ptr + 8).to(tl.pointer_type(tl.float32)), bias)
+    tl.store((out_ptr + 8).to(tl.pointer_type(tl.float32)), bias)
     if NBITS == 2:
         # the slot's bits are reversed: byte v of the table is h[reverse(v)]
         h = tl.floor((w - o) / s + 0.5).to(tl.int32)
-        if INT8:
-            h = (h - 128) & 255
         tl.store(out_ptr, tl.sum(h << (8 * _reverse(bucket, 2)), 0))
-        tl.store(out_ptr + 1, 65536)
-        tl.store(out_ptr + 2, 1 << 30)
     if NBITS == 4:
         code = (w / s).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
         at4 = _reverse(bucket, 4)
@@ -448,7 +343,7 @@ def _write_constants(
 @triton.jit
 def _prepare_kernel(
     Q_ptr, scale_ptr, weights_ptr, order_ptr, out_ptr, LQ, Q_WORDS,
-    NBITS: tl.constexpr, INT8: tl.constexpr, DIM: tl.constexpr, NT: tl.constexpr, OUT_STRIDE: tl.constexpr,
+    NBITS: tl.constexpr, DIM: tl.constexpr, NT: tl.constexpr, OUT_STRIDE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Workspace of one block of 8 NT query tokens: program (block, part) writes BLOCK words of Q, part 0 the rest."""
@@ -484,30 +379,17 @@ def _prepare_kernel(
     column = (lane // 4 // 2) * 2 * NT + 2 * n + (lane // 4) % 2
     q = block * 8 * NT + column
     word = tl.zeros([BLOCK], dtype=tl.int32)
-    if INT8:
-        digit, k_step = k_step // (DIM // 32), k_step % (DIM // 32)
-        slot8 = order_ptr + ((2 * k_step + pair) * 4 + lane % 4) * 4
-        for i in tl.static_range(4):
-            order8 = tl.load(slot8 + i, mask=live, other=0)
-            value8 = tl.load(Q_ptr + q * DIM + order8 % 65536, mask=live & (q < LQ), other=0.0)
-            number = tl.floor(value8 * (s * unit * 256) + 0.5).to(tl.int32)
-            low = ((number + 128) & 255) - 128
-            word |= (tl.where(digit == 0, (number - low) >> 8, low) & 255) << (8 * i)
-        tl.store(out_ptr + 64 + at, word, mask=live)
     slot = order_ptr + (k_step * 4 + lane % 4) * 4 + 2 * pair
-    for i in tl.static_range(0 if INT8 else 2):
+    for i in tl.static_range(2):
         order = tl.load(slot + i, mask=live, other=0)
         value = tl.load(Q_ptr + q * DIM + order % 65536, mask=live & (q < LQ), other=0.0)
         half = (value * (s * unit) * tl.exp2(-(order // 65536).to(tl.float32))).to(tl.float16)
         bits = half.to(tl.int16, bitcast=True).to(tl.int32) & 65535
         word |= bits << (16 * i)
-    if not INT8:
-        tl.store(out_ptr + 64 + at, word, mask=live)
+    tl.store(out_ptr + 64 + at, word, mask=live)
 
     if part == 0:
-        _write_constants(
-            Q_ptr, order_ptr, out_ptr, block, LQ, w, bucket, o, s, center, unit, NBITS, INT8, DIM, NT, BLOCK_D
-        )
+        _write_constants(Q_ptr, order_ptr, out_ptr, block, LQ, w, bucket, o, s, center, unit, NBITS, DIM, NT, BLOCK_D)
 
 
 @triton.jit
@@ -607,13 +489,13 @@ def _load_tile(
 
 @triton.jit(do_not_specialize=["num_pids", "LQ"])
 def _residual_maxsim_kernel(
-    workspace_ptr, table_ptr, scale_ptr, codes_ptr, residuals_ptr, inv_norms_ptr, inv_norm_lo, inv_norm_step, unit,
+    workspace_ptr, table_ptr, scale_ptr, codes_ptr, residuals_ptr, inv_norms_ptr, inv_norm_lo, inv_norm_step,
     offsets_ptr, pids_ptr, count_ptr, out_ptr, num_pids, LQ,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, REDUCE_ASM: tl.constexpr, REDUCE_CONSTRAINTS: tl.constexpr,
     NT: tl.constexpr, Q_REGISTERS: tl.constexpr, TABLES: tl.constexpr, LOADS: tl.constexpr,
     LOADS_AT: tl.constexpr, LQP: tl.constexpr, ROW_BYTES: tl.constexpr, INV_BYTES: tl.constexpr,
     HAS_PIDS: tl.constexpr, HAS_COUNT: tl.constexpr,
-    ADD: tl.constexpr, GROUP: tl.constexpr, INT8: tl.constexpr, UNROLL: tl.constexpr,
+    ADD: tl.constexpr, GROUP: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     n = num_pids
     if HAS_COUNT:
@@ -639,7 +521,7 @@ def _residual_maxsim_kernel(
             q = q + _load(q_address, zero + k * 32, 4, "v4.b32", 4)
     else:
         q = (q_address,)  # type: ignore[assignment]
-    nothing = (zero - 2147483647 if INT8 else zero,) * (2 * NT)
+    nothing = (zero,) * (2 * NT)
 
     zero64 = zero.to(tl.int64)
     codes_at = codes_ptr.to(tl.int64) + zero64
@@ -707,15 +589,6 @@ def _residual_maxsim_kernel(
                 _inverse_norm(stored[0], inv_norm_lo, inv_norm_step, INV_BYTES),
                 _inverse_norm(stored[1], inv_norm_lo, inv_norm_step, INV_BYTES),
             )
-            if INT8:
-                inverse = (
-                    tl.inline_asm_elementwise(
-                        "cvt.rni.s32.f32 $0, $1;", "=r,r", [inverse[0]], dtype=tl.int32, is_pure=True, pack=1
-                    ),
-                    tl.inline_asm_elementwise(
-                        "cvt.rni.s32.f32 $0, $1;", "=r,r", [inverse[1]], dtype=tl.int32, is_pure=True, pack=1
-                    ),
-                )
             maxima = tl.inline_asm_elementwise(
                 ASM, CONSTRAINTS, words + entries + inverse + (bias,) + constants + table + maxima + q,
                 dtype=(tl.int32,) * (2 * NT), is_pure=True, pack=1,
@@ -731,11 +604,8 @@ def _residual_maxsim_kernel(
                 else:
                     column = 4 * t + 2 * (lane // 16) + lane // 8 % 2
                     valid = (column < LQ) & (lane // 4 % 2 == 0)
-                if INT8:
-                    score = tl.sum(tl.where(valid, best, 0), 0).to(tl.float32) * (scale * unit)
-                else:
-                    best = best.to(tl.float32, bitcast=True) - bias.to(tl.float32, bitcast=True)
-                    score = tl.sum(tl.where(valid, best, 0.0), 0) * scale
+                best = best.to(tl.float32, bitcast=True) - bias.to(tl.float32, bitcast=True)
+                score = tl.sum(tl.where(valid, best, 0.0), 0) * scale
                 score = tl.where(left_x <= 0, float("-inf"), score)
                 if ADD:
                     score += tl.load(out_ptr + i_x, mask=i_x < n, other=0.0)
@@ -783,25 +653,25 @@ class Launch:
     unroll: int  # tiles in a loop body
     group: int  # consecutive passages to one program, when there are many
     maxnreg: int | None
-    mode: str = "fp16"
 
 
 def launch_for(arch: int, nbits: int, DIM: int, LQ: int) -> Launch:
-    """Choice for a chip and a shape; not measured yet. Programs per SM are what the registers allow."""
-    if DIM > 128:  # Q is read from L1 for every tile, so registers are no constraint
+    """Choice for a chip and a shape."""
+    if DIM > 128:  # Q is read from L1 for every tile, so registers are no constraint; not measured
         return Launch(programs_per_sm=12, unroll=1, group=16, maxnreg=None)
-    if nbits == 4 or arch in (86, 89):
+    # Measured on an H200 (sm_90) at DIM 128, eval/results/h200_residual_variants.json: the fastest at 1 and 2 bits,
+    # 31.8 and 29.4 Gtokens/s; 18.1 at 4 bits, within 1% of the fastest. Other chips are not measured.
+    if nbits == 4 or arch in (86, 89, 90):
         return Launch(programs_per_sm=12, unroll=1, group=16, maxnreg=168)
-    return Launch(programs_per_sm=16, unroll=1, group=16, maxnreg=128)
+    return Launch(programs_per_sm=16, unroll=1, group=16, maxnreg=128)  # what registers allow
 
 
-def prepare(Q: Tensor, cs: CentroidScores, bucket_weights: Tensor, nbits: int, mode: str = "fp16") -> Tensor:
+def prepare(Q: Tensor, cs: CentroidScores, bucket_weights: Tensor, nbits: int) -> Tensor:
     """Workspace of the kernel for one query: int32 ``[blocks of query tokens, words]``, see the constants above."""
     LQ, DIM = Q.shape
-    int8 = "int8" in mode
-    shape = (tile_int8 if int8 else tile)(nbits, DIM, _column_tiles(cs), mode)
+    shape = tile(nbits, DIM, _column_tiles(cs))
     blocks = triton.cdiv(LQ, 8 * shape.NT)
-    q_words = shape.KSTEPS * shape.NT * (128 if int8 else 64)
+    q_words = shape.KSTEPS * shape.NT * 64
     workspace = torch.empty(blocks, 64 + q_words, dtype=torch.int32, device=Q.device)
     _prepare_kernel[(blocks, triton.cdiv(q_words, 1024))](
         Q,
@@ -812,7 +682,6 @@ def prepare(Q: Tensor, cs: CentroidScores, bucket_weights: Tensor, nbits: int, m
         LQ,
         q_words,
         NBITS=nbits,
-        INT8=int8,
         DIM=DIM,
         NT=shape.NT,
         OUT_STRIDE=64 + q_words,
@@ -855,14 +724,8 @@ def residual_maxsim(
         out.fill_(float("-inf"))
         return
     NT = _column_tiles(cs)
-    int8 = "int8" in launch.mode
-    shape = (tile_int8 if int8 else tile)(nbits, DIM, NT, launch.mode)
-    workspace = prepare(Q, cs, bucket_weights, nbits, launch.mode)
-    # int8: inverse norms become integers below 2**31
-    unit = 1.0
-    if int8:
-        power = 2.0 ** (30 - math.ceil(math.log2(inv_norm_lo + 65535 * inv_norm_step)))
-        inv_norm_lo, inv_norm_step, unit = inv_norm_lo * power, inv_norm_step * power, 2.0**24 / power
+    shape = tile(nbits, DIM, NT)
+    workspace = prepare(Q, cs, bucket_weights, nbits)
     programs = launch.programs_per_sm * tuning.num_sms(Q.device)
     # neighbouring passages to one program when there are many: their tokens share cache lines
     group = launch.group if pids is None and n >= 4 * launch.group * programs else 1
@@ -876,7 +739,6 @@ def residual_maxsim(
             inv_norms,
             inv_norm_lo,
             inv_norm_step,
-            unit,
             offsets,
             pids,
             count,
@@ -899,7 +761,6 @@ def residual_maxsim(
             HAS_COUNT=count is not None,
             ADD=block > 0,
             GROUP=group,
-            INT8=int8,
             UNROLL=launch.unroll,
             maxnreg=launch.maxnreg,
             num_warps=1,

@@ -87,28 +87,20 @@ def _halves(regs: list[Value]) -> np.ndarray:
     return words.view(np.float16).reshape(32, len(regs), 2).astype(np.float64)
 
 
-def _int8s(regs: list[Value]) -> np.ndarray:
-    words = np.stack(regs, 1).astype(np.uint32)
-    return words.view(np.int8).reshape(32, len(regs), 4).astype(np.float64)
-
-
-def mma(op: str, a: list[Value], b: list[Value], c: list[Value]) -> list[Value]:
-    """m16n8k16 of fp16 or m16n8k32 of int8; the sum is exact, then rounded once."""
-    integer = ".s8.s8.s32" in op
-    av, bv = (_int8s(a), _int8s(b)) if integer else (_halves(a), _halves(b))
-    width = av.shape[2]
+def mma(a: list[Value], b: list[Value], c: list[Value]) -> list[Value]:
+    """m16n8k16 of fp16; the sum is exact, then rounded once."""
+    av, bv = _halves(a), _halves(b)
     g, t = _LANES // 4, _LANES % 4
-    A, B, C = np.zeros((16, 8 * width)), np.zeros((8 * width, 8)), np.zeros((16, 8))
-    for i in range(width):
+    A, B, C = np.zeros((16, 16)), np.zeros((16, 8)), np.zeros((16, 8))
+    for i in range(2):
         for r in range(4):
-            A[g + 8 * (r % 2), width * t + 4 * width * (r // 2) + i] = av[:, r, i]
+            A[g + 8 * (r % 2), 2 * t + 8 * (r // 2) + i] = av[:, r, i]
         for r in range(2):
-            B[width * t + 4 * width * r + i, g] = bv[:, r, i]
+            B[2 * t + 8 * r + i, g] = bv[:, r, i]
     for r in range(4):
-        C[g + 8 * (r // 2), 2 * t + r % 2] = _signed(c[r]) if integer else _f32(c[r])
+        C[g + 8 * (r // 2), 2 * t + r % 2] = _f32(c[r])
     D = A @ B + C
-    rows = [D[g + 8 * (r // 2), 2 * t + r % 2] for r in range(4)]
-    return [_unsigned(x.astype(np.int64)) if integer else _bits(x) for x in rows]
+    return [_bits(D[g + 8 * (r // 2), 2 * t + r % 2]) for r in range(4)]
 
 
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
@@ -234,8 +226,9 @@ class Kernel:
                                 piece[:] = np.frombuffer(int(read(name)[lane]).to_bytes(8, "little")[:size], np.uint8)
                 continue
             if kind[0] == "mma":
+                assert op == "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
                 for name, value in zip(
-                    many(args[0]), mma(op, *[[read(n) for n in many(x)] for x in args[1:]]), strict=True
+                    many(args[0]), mma(*[[read(n) for n in many(x)] for x in args[1:]]), strict=True
                 ):
                     write(name, value, live)
                 continue
@@ -277,9 +270,6 @@ class Kernel:
         if name == "shfl":
             assert kind[2] == "bfly"
             return x[0][_LANES ^ int(x[1][0])]
-        if name == "redux":
-            assert kind[2] == "add"
-            return _unsigned(np.full(32, _signed(x[0]).sum()))
         if name == "cvt":
             to, source = kind[-2], kind[-1]
             if to == "f32":
@@ -287,8 +277,6 @@ class Kernel:
                     _signed(x[0], int(source[1:])) if source[0] == "s" else x[0] & np.uint64((1 << int(source[1:])) - 1)
                 )
                 return _bits(value.astype(np.float64))
-            if to[0] in "us" and source == "f32":
-                return _unsigned(np.rint(_f32(x[0]).astype(np.float64)))
             bits = np.uint64((1 << int(source[1:])) - 1)
             return _unsigned(_signed(x[0], int(source[1:])), 64) if source[0] == "s" else x[0] & bits
         if last == "f32":
@@ -317,8 +305,6 @@ class Kernel:
             product = s[0] * s[1]
             if kind[1] == "wide":
                 return _unsigned(product + (x[2].view(np.int64) if name == "mad" else 0), 64)
-            if kind[1] == "hi":
-                product >>= 32
             return _unsigned(product + (s[2] if name == "mad" else 0), width)
         results = {
             "add": lambda: s[0] + s[1], "sub": lambda: s[0] - s[1],

@@ -43,9 +43,7 @@ def main() -> None:
     scoring = [kernel for kernel in kernels if kernel.kernel == "_residual_maxsim_kernel"]
     for i, kernel in enumerate(scoring[:2]):
         (folder / f"{i}.ptx").write_text(kernel.asm["ptx"])
-    resources = [
-        {"registers": k.registers, "spills": k.spills, "shared_bytes": k.shared_bytes} for k in scoring
-    ]
+    resources = [{"registers": k.registers, "spills": k.spills, "shared_bytes": k.shared_bytes} for k in scoring]
     (folder / "resources.json").write_text(json.dumps(resources))
 
 

@@ -117,7 +117,7 @@ def emulate(c, cs, folder, pids, programs=3):
             residuals,
             inv_norms,
         ]
-        inputs += [lo, step, 1.0, offsets, *listed, out_at, n, len(c.Q) - 8 * NT * block, 0, 0]
+        inputs += [lo, step, offsets, *listed, out_at, n, len(c.Q) - 8 * NT * block, 0, 0]
         kernel = ptx_warp.Kernel((folder / f"{min(block, 1)}.ptx").read_text())
         for program in range(programs):
             kernel.run(memory, inputs, (program, programs))

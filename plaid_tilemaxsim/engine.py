@@ -77,7 +77,7 @@ class SearchEngine:
         """
         Q = self._check_query(Q, 2)
         self._check_ncells(params, given=pids is not None)
-        allowed = None if allow is None else self._allow_mask(allow)
+        allowed = None if allow is None else self.allow_mask(allow)
         with torch.no_grad():
             if pids is not None:
                 wanted = self._check_pids(pids)
@@ -251,7 +251,8 @@ class SearchEngine:
                 f"pids: expected 0 .. {self.index.num_passages - 1}, got {least if least < 0 else most}"
             )
 
-    def _allow_mask(self, allow: Tensor) -> Tensor:
+    def allow_mask(self, allow: Tensor) -> Tensor:
+        """bool [N] on the index's device of a mask bool [N] or of integer pids [n]. Raises as ``search`` does."""
         if allow.dtype == torch.bool:
             if allow.shape != (self.index.num_passages,):
                 raise ValueError(f"allow: expected bool [{self.index.num_passages}], got {list(allow.shape)}")

@@ -278,16 +278,20 @@ def _wrap_dense_search(stock: Callable[..., Any]) -> Callable[..., Any]:
     from plaid_tilemaxsim.scorer import TUNED, TileMaxSimScorer
 
     @functools.wraps(stock)
-    def dense_search(self: Any, Q: Any, k: int = 10, filter_fn: Any = None, pids: Any = None) -> Any:
+    def dense_search(
+        self: Any, Q: Any, k: int = 10, filter_fn: Any = None, pids: Any = None, allow: Any = None
+    ) -> Any:
         pinned = vars(self).setdefault("_pinned_by_stock", {})
         if not isinstance(self.ranker, TileMaxSimScorer) or not self.ranker.serves(self.config):
+            if allow is not None:
+                raise ValueError('allow: expected None with scorer="plaid" (stock knows only filter_fn and pids)')
             unset = [name for name in TUNED if getattr(self.config, name) is None]
             result = stock(self, Q, k, filter_fn=filter_fn, pids=pids)
             # Stock wrote its choice for this k into the config, for all later searches.
             pinned.update((name, getattr(self.config, name)) for name in unset)
             return result
         pids, scores = self.ranker.search(
-            self.config, Q, k, filter_fn=filter_fn, pids=pids, unset=_unset(self.config, pinned)
+            self.config, Q, k, filter_fn=filter_fn, pids=pids, allow=allow, unset=_unset(self.config, pinned)
         )
         return pids, list(range(1, len(pids) + 1)), scores
 

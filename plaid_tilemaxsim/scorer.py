@@ -127,9 +127,14 @@ class TileMaxSimScorer(IndexScorer):
         *,
         filter_fn: FilterFn | None = None,
         pids: Any = None,
+        allow: Tensor | None = None,
         unset: Collection[str] = (),
     ) -> tuple[list[int], list[float]]:
-        """``rank`` by the engine, whatever ``config.scorer`` says. unset: TUNED fields to take as None."""
+        """``rank`` by the engine, whatever ``config.scorer`` says.
+
+        allow: bool [N] or integer pids on any device: only these passages are found; applied where the index is,
+        before pruning. unset: TUNED fields to take as None.
+        """
         options = options_of(config)
         k = None if k is None else _count("k", k)
         Q = _check_queries(Q)
@@ -137,7 +142,7 @@ class TileMaxSimScorer(IndexScorer):
         if pids is not None:
             pids = _as_pids(pids)
         if Q.size(0) != 1:
-            if pids is None or filter_fn is not None:
+            if pids is None or filter_fn is not None or allow is not None:
                 raise ValueError(
                     f"Q: expected 1 query, or several aligned with as many pids and no filter, got {Q.size(0)}"
                 )
@@ -150,7 +155,8 @@ class TileMaxSimScorer(IndexScorer):
             return [], []
         params = self._params(config, options, k, unset, given=pids is not None)
         # Passages that an update removed have tokens but are in no list.
-        allow = self._reachable if pids is None and options.mode == "exhaustive" else None
+        if self._reachable is not None and pids is None and options.mode == "exhaustive":
+            allow = self._reachable if allow is None else self._reachable & engine.allow_mask(allow).cpu()
         ranked, scores = engine.search(Q[0], params, pids=pids, filter_fn=filter_fn, allow=allow)
         return ranked.tolist(), scores.tolist()
 

@@ -463,6 +463,20 @@ class TestSearcher:
             assert len(pids) == len(ranks) == len(scores)
             assert ranks == list(range(1, len(pids) + 1))
 
+    def test_only_allowed_passages_are_found(self, ours, collection):  # noqa: F811
+        Q = ours.encode(collection[0])
+        even = torch.arange(ours.ranker.num_passages) % 2 == 0
+        masked = ours.dense_search(Q, k=5, allow=even)
+        assert len(masked[0]) == 5
+        assert all(pid % 2 == 0 for pid in masked[0])
+        assert ours.dense_search(Q, k=5, allow=even.nonzero()[:, 0]) == masked
+        assert ours.dense_search(Q, k=5, filter_fn=lambda pids: pids[pids % 2 == 0]) == masked
+        with pytest.raises(ValueError, match="allow: expected bool"):
+            ours.dense_search(Q, k=5, allow=even[:-1])
+        ours.configure(scorer="plaid")
+        with pytest.raises(ValueError, match="allow: expected None"):
+            ours.dense_search(Q, k=5, allow=even)
+
     def test_search_all(self, ours, collection):  # noqa: F811
         queries = dict(enumerate(collection[:3]))
         ranking = ours.search_all(queries, k=5, qid_to_pids={0: None, 1: [4, 5], 2: []})

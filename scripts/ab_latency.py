@@ -32,7 +32,7 @@ from eval.latency import summary
 from eval.manifest import environment
 from eval.oracle import Oracle
 from eval.retrieve import Scored
-from eval.systems import OURS_CPU, OURS_GPU, STOCK_CPU, STOCK_GPU, Knobs
+from eval.systems import OURS_CPU, OURS_GPU, STOCK_CPU, STOCK_GPU, Knobs, stock_marks
 from plaid_tilemaxsim.engine import SearchEngine, with_defaults
 from plaid_tilemaxsim.index.files import read_index
 from plaid_tilemaxsim.index.resident import load_resident
@@ -116,6 +116,37 @@ def scored(results: list[tuple[Any, Any]], candidates: list[Any]) -> Scored:
     return Scored.from_lists([(list(map(int, p)), list(map(float, s))) for p, s in results], candidates)
 
 
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Latency of both by k, and where the plugin's time goes, as one picture (svg, png or pdf by its suffix)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    detail = result["detail"]
+    ks = [int(name.removeprefix("ab_k")) for name in detail if name.startswith("ab_k")]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for offset, (side, label) in enumerate((("stock_ms", "stock PLAID"), ("ours_ms", "plugin"))):
+        at = [i + 0.36 * offset for i in range(len(ks))]
+        p50 = [detail[f"ab_k{k}"][side]["p50"] for k in ks]
+        p99 = [detail[f"ab_k{k}"][side]["p99"] for k in ks]
+        left.bar(at, p50, 0.34, yerr=[[0] * len(ks), [b - a for a, b in zip(p50, p99)]], capsize=3, label=label)
+    left.set_xticks([i + 0.18 for i in range(len(ks))], [f"k = {k}" for k in ks])
+    left.set(yscale="log", ylabel="ms, median to 99th percentile", title="encoded query to results on the host")
+    left.legend()
+    names = [name for name in detail if "stages_ms" in detail[name]]
+    bottom = [0.0] * len(names)
+    for stage in detail[names[0]]["stages_ms"] if names else []:
+        heights = [detail[name]["stages_ms"][stage] for name in names]
+        right.bar(names, heights, bottom=bottom, label=stage)
+        bottom = [a + b for a, b in zip(bottom, heights)]
+    right.set(ylabel="ms", title="the plugin, by stage")
+    right.tick_params(axis="x", rotation=45)
+    if names:
+        right.legend()
+    figure.savefig(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--index", type=Path, required=True)
@@ -131,6 +162,7 @@ def main() -> None:
     parser.add_argument("--host-placement", action="store_true", help="also measure residuals in host memory")
     parser.add_argument("--no-stock", action="store_true", help="the plugin alone")
     parser.add_argument("--commit", help="of this code, for the record, where there is no checkout to ask")
+    parser.add_argument("--plot", type=Path, help="picture of the comparison: .svg, .png or .pdf (needs matplotlib)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
@@ -170,7 +202,7 @@ def main() -> None:
             runs = 1 if mode == "exhaustive" else args.repeats
             times = [timed(engine.search, q, params) for _ in range(runs) for q in timed_queries]
             detail[f"{mode}_k{k}"] = {"search_ms": summary(times)}
-            if on_gpu:
+            if on_gpu or mode == "plaid":
                 stages = [engine.profile(q, params) for q in queries[:3]]
                 detail[f"{mode}_k{k}"]["stages_ms"] = {s: statistics.median(x[s] for x in stages) for s in stages[0]}
             errors = []
@@ -267,6 +299,18 @@ def main() -> None:
                     times_ours.append(timed(engine.search, queries[i], params))
             figures[f"stock_p50_ms_k{k}"] = statistics.median(times_stock)
             detail[f"ab_k{k}"] = {"stock_ms": summary(times_stock), "ours_ms": summary(times_ours)}
+            passes: list[dict[str, float]] = []
+            for i in range(3):
+                with stock_marks(stock, on_gpu) as marks:
+                    began = time.perf_counter()
+                    stock.rank(config, on_device[i : i + 1])
+                    marks.append(("topk", time.perf_counter()))
+                spent: dict[str, float] = {}
+                for stage, at in marks:
+                    spent[stage] = spent.get(stage, 0.0) + (at - began) * 1e3
+                    began = at
+                passes.append(spent)
+            detail[f"ab_k{k}"]["stock_stages_ms"] = {s: statistics.median(p[s] for p in passes) for s in passes[0]}
             everything = replace(params, k=None)
             ours_side = Side(
                 "ours",
@@ -356,6 +400,8 @@ def main() -> None:
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         write_json(args.out, result)
+    if args.plot:
+        plot(result, args.plot)
     for name, value in figures.items():
         print(f"{name:32s} {value:.4f}")
     print("correct:", result["correct"], *problems[:10], sep="\n  ")

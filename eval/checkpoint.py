@@ -12,10 +12,9 @@ tokenizer files, config.json, artifact.metadata, and a manifest.json that says w
 | minilm-128 | the same | the 128 main directions of its token vectors, their mean direction left out | 128 |
 
 None of the three was trained for late interaction, nor with ColBERT's [MASK] augmentation: the vectors of a short
-query's masks blur its ranking (nDCG@10 0.68 instead of 0.77 for splade-tiny on a slice of SciFact, see
-eval/results/checkpoints.json for what each reaches). They are real encoders on real text all the same: stock and plugin
-search the same vectors. With a hub in reach, `colbert-ir/colbertv2.0` is a checkpoint by its name and needs none of
-this.
+query's masks blur its ranking, most with splade-tiny. eval/results/checkpoints.json says what each reaches. They are
+real encoders of real text all the same, and stock and plugin search the same vectors. With a hub in reach,
+`colbert-ir/colbertv2.0` is a checkpoint by its name and needs none of this.
 """
 
 from __future__ import annotations

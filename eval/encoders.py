@@ -117,7 +117,7 @@ def _largest_error(Q: torch.Tensor, vectors: torch.Tensor, doclens: torch.Tensor
 
 
 def figures(results: list[dict[str, Any]]) -> dict[str, float]:
-    """The flat map of a results file: measure_dataset_checkpoint -> value. Speeds stay in the results, with the load."""
+    """The flat map of a results file: measure_dataset_checkpoint -> value; speeds stay beside their load."""
     flat = {}
     for result in results:
         suffix = f"{result['dataset']['name']}_{result['checkpoint']['name']}".replace("-", "_")

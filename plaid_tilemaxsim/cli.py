@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         "all processes that share the cache (TRITON_CACHE_DIR), and reports the time of a search afterwards.",
     )
     warmup.add_argument("index", metavar="INDEX", help="folder of the index")
-    warmup.add_argument("--k", type=int, nargs="+", default=[10, 100, 1000], help="results (default: %(default)s)")
+    warmup.add_argument("--k", type=_counts, default=[10, 100, 1000], help="results, as in 10,100,1000 (the default)")
     warmup.add_argument("--query-maxlen", type=int, default=32, help="query tokens (default: %(default)s)")
     warmup.add_argument("--scorer-options", type=_json_object, metavar="JSON", help="as in ColBERTConfig")
     warmup.set_defaults(command=_warmup)
@@ -65,6 +65,16 @@ def _parser() -> argparse.ArgumentParser:
     env = commands.add_parser("env", help="versions, devices and what they mean for the plugin")
     env.set_defaults(command=_env)
     return parser
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        counts = [int(word) for word in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"expected positive integers with commas between them, got {text!r}")
+    return counts
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -30,10 +30,10 @@ from plaid_tilemaxsim.stages_triton import TritonStages
 if TYPE_CHECKING:
     from plaid_tilemaxsim.index.resident import ResidentIndex
 
-# Queries of a batch in one launch, and the bytes of their centroid tables together: more than fit the L2 cache with
-# what else is read (60 MB on an H200) would be fetched again for every token.
+# Queries of a batch in one launch, and what their buffers and centroid tables may take together of the memory that is
+# free when the first batch comes.
 BATCH_LANES = 32
-BATCH_TABLE_BYTES = 1 << 30
+BATCH_MEMORY_SHARE = 0.5
 MAX_GRAPHS = 64
 
 
@@ -81,6 +81,7 @@ class DeviceSearch:
         self._records = self._on_gpu and not on_disk
         self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
         self._stream = torch.cuda.Stream(self.device) if self._on_gpu else None
+        self._lanes_that_fit: dict[tuple[int, int], int] = {}
         self._last_stream: torch.cuda.Stream | None = None
 
     @contextlib.contextmanager
@@ -111,10 +112,23 @@ class DeviceSearch:
     def search_batch(self, Q: Tensor, params: SearchParams) -> list[tuple[Tensor, Tensor]]:
         """Q [B, LQ, DIM]: ``BATCH_LANES`` queries a launch, one wait for all of them."""
         with self._turn():
-            table = 2 * self.index.num_centroids * padded_query_length(Q.size(1))
-            lanes = max(1, min(BATCH_LANES, BATCH_TABLE_BYTES // max(table, 1), len(Q)))
+            lanes = self._batch_lanes(Q.size(1), len(Q))
             rec = self._recording("search", Q.size(1), params, lanes=lanes)
             return self._answer(rec, Q)
+
+    def _batch_lanes(self, lq: int, queries: int) -> int:
+        """Branches of a batch's graph: a power of two, so that few recordings serve all batches."""
+        lanes = min(BATCH_LANES, 1 << (max(queries, 1) - 1).bit_length())
+        if not self._records or (lq, lanes) in self._lanes_that_fit:
+            return self._lanes_that_fit.get((lq, lanes), lanes)
+        wanted = lanes
+        # candidates, their scores and flags; int16 and key tables of the centroids
+        one = 9 * self.index.num_passages + 3 * self.index.num_centroids * padded_query_length(lq)
+        free = torch.cuda.mem_get_info(self.device)[0] + len(self._lanes) * one
+        while lanes > 1 and lanes * one > BATCH_MEMORY_SHARE * free:
+            lanes //= 2
+        self._lanes_that_fit[lq, wanted] = lanes
+        return lanes
 
     def search_given(self, Q: Tensor, pids: Tensor, params: SearchParams) -> tuple[Tensor, Tensor]:
         """Exact scores of ``pids`` (int32, ascending, on the device) alone, best k."""
@@ -161,7 +175,10 @@ class DeviceSearch:
             for name in STAGES:
                 rec = self._recording("until", len(Q), params, until=name)
                 if rec.graph is None:
-                    raise ValueError("profile: expected an index in memory and a CUDA device, got neither or one")
+                    raise ValueError(
+                        "profile: expected an index in memory and a CUDA device, got "
+                        f"{self.index.placement} on {self.device}"
+                    )
                 self._load(rec, Q[None])
                 times = []
                 for _ in range(repeats):
@@ -245,9 +262,11 @@ class DeviceSearch:
         if rec is not None:
             self._recordings.move_to_end(key)
             return rec
-        while len(self._lanes) < lanes:
-            self._lanes.append(self._make_stages(self.index, self._cmax))
-        rec = self._record(kind, lq, params, lanes, cap, allow, until, on_host)
+        # A caller may be in inference mode; what later callers write to must not be made in it.
+        with torch.inference_mode(False), torch.no_grad():
+            while len(self._lanes) < lanes:
+                self._lanes.append(self._make_stages(self.index, self._cmax))
+            rec = self._record(kind, lq, params, lanes, cap, allow, until, on_host)
         self._recordings[key] = rec
         while len(self._recordings) > MAX_GRAPHS:
             self._recordings.popitem(last=False)
@@ -327,8 +346,9 @@ class DeviceSearch:
             return [task() for task in tasks]
         here = torch.cuda.current_stream(self.device)
         answers, streams = [], [torch.cuda.Stream(self.device) for _ in tasks]
+        ready = here.record_event()
         for task, stream in zip(tasks, streams, strict=True):
-            stream.wait_stream(here)
+            stream.wait_event(ready)
             with torch.cuda.stream(stream):
                 answers.append(task())
         for stream in streams:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 __all__ = ["SearchEngine", "SearchParams", "default_params", "with_defaults"]
 
 FilterFn = Callable[[Tensor], Tensor]
+# Norm of a whole query that the kernels' fp16 products take without loss; that of LQ unit vectors is sqrt(LQ).
+LEAST_NORM, MOST_NORM = 2.0**-6, 2.0**12
+# Centroids per query token that the centroid kernel can report.
+MOST_NCELLS = 128
 
 
 class SearchEngine:
@@ -125,7 +129,8 @@ class SearchEngine:
         """
         Q = self._check_query(Q, 3)
         # pids on a GPU are checked there, by the search itself
-        later = isinstance(pids, Tensor) and pids.is_cuda and self._device_search is not None and Q.size(0) == 1
+        on_device = isinstance(pids, Tensor) and pids.is_cuda and pids.dtype == torch.int32
+        later = on_device and self._device_search is not None and Q.size(0) == 1
         wanted = self._listed(pids) if later else self._check_pids(pids)
         if Q.size(0) not in (1, wanted.numel()):
             raise ValueError(f"Q: expected 1 query or one for each of {wanted.numel()} pids, got {Q.size(0)}")
@@ -215,26 +220,37 @@ class SearchEngine:
             raise ValueError(f"Q: expected a floating-point tensor {shape} with DIM {self.index.dim}, got {got}")
         if Q.size(-2) == 0:
             raise ValueError("Q: expected at least one query token, got none")
-        # A check on the GPU would wait for it; NaN scores then rank anywhere, as in stock.
-        if Q.device.type == "cpu" and not math.isfinite(float(torch.linalg.vector_norm(Q.float()))):
-            raise ValueError("Q: expected finite values, got NaN, infinity or values whose squares overflow")
-        return Q.float() if self._device_search is not None else Q.to(self.device, torch.float32)
+        if Q.device.type == "cpu":  # a check on the GPU would wait for it; NaN scores then rank last
+            norm = float(torch.linalg.vector_norm(Q.float()))
+            if not math.isfinite(norm):
+                raise ValueError("Q: expected finite values, got NaN, infinity or values whose squares overflow")
+            # Kernels multiply in fp16, whose range would cost such queries their accuracy.
+            if self._device_search is not None and norm and not LEAST_NORM <= norm <= MOST_NORM:
+                raise ValueError(
+                    f"Q: expected unit vectors, or a norm of all of Q in {LEAST_NORM:g} .. {MOST_NORM:g}, got {norm:g}"
+                )
+        Q = Q.float() if self._device_search is not None else Q.to(self.device, torch.float32)
+        return Q.contiguous()
 
     def _check_ncells(self, params: SearchParams, *, given: bool) -> None:
-        if not given and params.mode != "exhaustive" and params.ncells > self.index.num_centroids:
+        if given or params.mode == "exhaustive":
+            return
+        if self._device_search is not None and params.ncells > MOST_NCELLS:
+            raise ValueError(f"ncells: expected at most {MOST_NCELLS} on a GPU, got {params.ncells}")
+        if params.ncells > self.index.num_centroids:
             raise ValueError(
                 f"ncells: expected at most the index's {self.index.num_centroids} centroids, got {params.ncells}"
             )
 
     def _check_pids(self, pids: Tensor | list[int]) -> Tensor:
-        wanted = torch.as_tensor(pids)
+        wanted = _as_tensor("pids", pids)
         if wanted.numel():
             self._check_range(wanted)
         return self._listed(wanted)
 
     def _listed(self, pids: Tensor | list[int]) -> Tensor:
         """int32 [n] on the index's device; says nothing of the range."""
-        wanted = torch.as_tensor(pids)
+        wanted = _as_tensor("pids", pids)
         if wanted.numel() == 0:
             return torch.zeros(0, dtype=torch.int32, device=self.device)
         if wanted.dim() != 1 or wanted.dtype not in (torch.int32, torch.int64):
@@ -243,7 +259,7 @@ class SearchEngine:
 
     def _check_range(self, pids: Tensor) -> None:
         """IndexError unless all pids are in the index; one wait where they are on a GPU."""
-        if pids.is_floating_point() or pids.numel() == 0:
+        if pids.dtype not in (torch.int32, torch.int64):
             return  # _listed says what is wrong with them
         least, most = torch.stack(torch.aminmax(pids)).tolist()
         if least < 0 or most >= self.index.num_passages:
@@ -253,6 +269,7 @@ class SearchEngine:
 
     def allow_mask(self, allow: Tensor) -> Tensor:
         """bool [N] on the index's device of a mask bool [N] or of integer pids [n]. Raises as ``search`` does."""
+        allow = _as_tensor("allow", allow)
         if allow.dtype == torch.bool:
             if allow.shape != (self.index.num_passages,):
                 raise ValueError(f"allow: expected bool [{self.index.num_passages}], got {list(allow.shape)}")
@@ -275,6 +292,13 @@ class SearchEngine:
             )  # fmt: skip
             scores[i] = (D @ Q[i].T).amax(0).sum() if end > start else -torch.inf
         return scores
+
+
+def _as_tensor(name: str, values: Any) -> Tensor:
+    try:
+        return torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name}: expected integers, got {type(values).__name__} ({error})") from None
 
 
 def _nothing() -> tuple[Tensor, Tensor]:

@@ -249,6 +249,7 @@ def _register_scorer(changes: _Changes) -> None:
     changes.set(colbert.searcher, "IndexScorer", TileMaxSimScorer)
     changes.set(Searcher, "__init__", _wrap_init(Searcher.__init__))
     changes.set(Searcher, "dense_search", _wrap_dense_search(Searcher.dense_search))
+    changes.set(Searcher, "configure", _wrap_configure(Searcher.configure))
     changes.set(Searcher, "_search_all_Q", _wrap_search_all(Searcher._search_all_Q))
 
 
@@ -296,6 +297,18 @@ def _wrap_dense_search(stock: Callable[..., Any]) -> Callable[..., Any]:
         return pids, list(range(1, len(pids) + 1)), scores
 
     return dense_search
+
+
+def _wrap_configure(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def configure(self: Any, **kwargs: Any) -> Any:
+        # What the user sets is the user's, also where stock had written the same value. Stock writes through this
+        # method too, but notes what it pinned afterwards.
+        for name in kwargs:
+            vars(self).get("_pinned_by_stock", {}).pop(name, None)
+        return stock(self, **kwargs)
+
+    return configure
 
 
 def _unset(config: Any, pinned: dict[str, Any]) -> list[str]:

@@ -402,7 +402,10 @@ def _check_queries(Q: Any) -> Tensor:
 
 def _as_pids(pids: Any) -> Tensor:
     """int [n]; range-checked by the engine. Lists, ranges, arrays and tensors are taken."""
-    tensor = pids if isinstance(pids, Tensor) else torch.as_tensor(list(pids))
+    try:
+        tensor = pids if isinstance(pids, Tensor) else torch.as_tensor(pids if hasattr(pids, "dtype") else list(pids))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"pids: expected integers [n], got {type(pids).__name__} ({error})") from None
     if tensor.numel() == 0:
         return tensor.to(torch.int32).reshape(-1)
     if tensor.dim() != 1 or tensor.dtype not in (torch.int16, torch.int32, torch.int64, torch.uint8):

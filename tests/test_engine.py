@@ -194,6 +194,26 @@ def test_filters_apply_before_pruning(case):
     assert nothing[0].numel() == nothing[1].numel() == 0
 
 
+def test_a_first_search_in_inference_mode_leaves_nothing_behind(case):
+    Q, params = case.queries(1)[0], SearchParams(k=3, ncells=1, ndocs=40)  # parameters of no other test
+    with torch.inference_mode():
+        first = case.engine.search(Q, params)
+    again = case.engine.search(Q, params)
+    assert torch.equal(first[0], again[0])
+
+
+def test_layouts_and_types_of_a_query(case):
+    Q, params = case.queries(1)[0], SearchParams(k=5, ncells=2, threshold=0.3, ndocs=64)
+    want = case.engine.search(Q, params)
+    for same in (Q.t().contiguous().t(), Q.double(), torch.stack([Q, Q], -1)[..., 0]):
+        got = case.engine.search(same, params)
+        assert torch.equal(got[0], want[0])
+        assert torch.equal(got[1], want[1])
+    if case.engine.impl == "triton":
+        with pytest.raises(ValueError, match="expected unit vectors"):
+            case.engine.search(Q * 1e6, params)
+
+
 def test_a_batch_equals_one_by_one(case):
     Q = case.queries(11 if ON_GPU else 3)
     params = SearchParams(k=7, ncells=2, threshold=0.3, ndocs=64)

@@ -463,6 +463,14 @@ class TestSearcher:
             assert len(pids) == len(ranks) == len(scores)
             assert ranks == list(range(1, len(pids) + 1))
 
+    def test_what_the_user_sets_is_not_taken_for_stocks(self, searcher, collection):  # noqa: F811
+        searcher.configure(scorer="plaid")
+        searcher.search(collection[0], k=10)  # stock writes ncells=1 into the config
+        searcher.configure(scorer="tilemaxsim")
+        by_default = searcher.search(collection[0], k=1000)
+        searcher.configure(ncells=1)
+        assert len(searcher.search(collection[0], k=1000)[0]) < len(by_default[0])
+
     def test_only_allowed_passages_are_found(self, ours, collection):  # noqa: F811
         Q = ours.encode(collection[0])
         even = torch.arange(ours.ranker.num_passages) % 2 == 0

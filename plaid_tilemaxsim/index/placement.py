@@ -29,9 +29,9 @@ FIXED_WORKSPACE = 128 << 20
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes by part, on the GPU and in pinned host memory, for one placement of one index."""
+    """Bytes by part, on the GPU and in pinned host memory, for one placement of one index and one query at a time."""
 
-    placement: str  # "gpu" or "host"
+    placement: str  # "gpu", "host" or "disk"
     device: Mapping[str, int]
     host: Mapping[str, int]
 

@@ -33,20 +33,17 @@ MAX_DIM = 1024
 class CentroidScores:
     """Scores of every centroid with every token of one query, as the MaxSim operations read them.
 
-    table      int16 ``[C + 1, LQP]``: row c < C is ``round(score / scale)``, LQP is LQ padded to a power of
-    two >= 16
-               (columns past LQ hold unspecified values), row C is -32768 ("no token"); on CPU and from
+    table      int16 ``[C + 1, LQP]``: row c < C is ``round(score / scale)``, LQP is LQ padded to a power of two
+               >= 16 (columns past LQ hold unspecified values), row C is -32768 ("no token"); on CPU and from
                impl="reference" fp32 ``[C, LQ]``
     scale      fp32 ``[1]`` on the device: score = table * scale (1 for fp32 tables)
     LQ         number of query tokens
-    keep       uint8 ``[C]``: 1 where the largest fp32 score over the LQ tokens is >= threshold; None
-    without one keep_bits  int32 ``[ceil(C / 32)]``: the same as bit c % 32 of word c // 32; None on CPU
-    cells      int64 ``[nblocks, NCELLS, LQP]`` when asked for: for every block of centroids and query token
-    the
-               NCELLS (>= ncells) largest keys in descending order, key = ordered(score) << 32 | 0x7fffffff
-               - c with ``ordered`` the order-preserving int32 image of the fp32 score; fillers are the
-               smallest int64. The ncells largest keys over all blocks are the ncells best centroids, ties
-               to the lower id
+    keep       uint8 ``[C]``: 1 where the largest fp32 score over the LQ tokens is >= threshold; None without one
+    keep_bits  int32 ``[ceil(C / 32)]``: the same as bit c % 32 of word c // 32; None on CPU
+    cells      int64 ``[nblocks, NCELLS, LQP]`` when asked for: for every block of centroids and query token the
+               NCELLS (>= ncells) largest keys in descending order, key = ordered(score) << 32 | 0x7fffffff - c with
+               ``ordered`` the order-preserving int32 image of the fp32 score; fillers are the smallest int64. The
+               ncells largest keys over all blocks are the ncells best centroids, ties to the lower id
     """
 
     table: Tensor

@@ -2,15 +2,13 @@
 
     score(p) = scale * sum_q max_{t in p} table[codes[t], q]            integers until the last product
 
-A token costs its 4-byte code and one row of the int16 table (64 bytes at LQ = 32), which stays in L2; that
-traffic is the bound, so the rest is kept out of its way: - single-warp programs walk the passages
-program_id, + num_programs, ...; while the rows of one passage are gathered, the
-  codes of the next, the offsets of the one after and the pid of the third are already on their way;
-- a 32-bit word of the table holds two columns. max over words is right for the high half (the low half only
-breaks
+A token costs its 4-byte code and one row of the int16 table (64 bytes at LQ = 32), which stays in L2; that traffic is
+the bound, so the rest is kept out of its way:
+- single-warp programs walk the passages program_id, + num_programs, ...; while the rows of one passage are gathered,
+  the codes of the next, the offsets of the one after and the pid of the third are already on their way;
+- a 32-bit word of the table holds two columns. max over words is right for the high half (the low half only breaks
   ties), max over words shifted left by 16 is right for the low half, and nothing is unpacked per token;
-- -32768 never occurs in the rows of centroids: row C of the table is full of it and stands for "no token",
-so lanes
+- -32768 never occurs in the rows of centroids: row C of the table is full of it and stands for "no token", so lanes
   past the end and pruned codes read that row (always in L1) and nothing needs a mask.
 Integer maxima and sums are exact: the result does not depend on the launch.
 """

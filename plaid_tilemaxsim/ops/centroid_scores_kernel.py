@@ -1,9 +1,9 @@
 """Centroid scores: one pass over the centroids gives the score table, the pruning flags and the best cells.
 
-    S = centroids @ Q^T                                   [C, LQ] fp32, never stored
-    table[c, q] = round(S[c, q] / scale)                  int16, scale = max_q |Q_q| * cmax / 32767; row C:
-    -32768 keep[c]     = max_q S[c, q] >= threshold              PLAID's first pruning step cells[b]    =
-    the NCELLS best keys of block b, per q  PLAID's candidate generation (reduced elsewhere)
+    S = centroids @ Q^T                            [C, LQ] fp32, never stored
+    table[c, q] = round(S[c, q] / scale)           int16, scale = max_q |Q_q| * cmax / 32767; row C: -32768
+    keep[c]     = max_q S[c, q] >= threshold       PLAID's first pruning step
+    cells[b]    = the NCELLS best keys of block b, per q        candidate generation (reduced elsewhere)
 
 The tensor core multiplies fp16; to keep fp32's accuracy Q is split into two fp16 parts, q = hi + lo +
 O(2^-22 q), and both products accumulate in fp32. int16 with one step for the whole table is 16 times finer

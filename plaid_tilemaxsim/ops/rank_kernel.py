@@ -19,6 +19,13 @@ BLOCK_J = 256
 LIMIT = 4096
 
 
+@triton.jit
+def _score(scores_ptr, i, n):
+    # NaN ranks like an empty passage: every place must be taken by someone; adding 0.0 makes -0.0 equal to 0.0
+    score = tl.load(scores_ptr + i, mask=i < n, other=0.0) + 0.0
+    return tl.where(score == score, score, float("-inf"))
+
+
 @triton.jit(do_not_specialize=["cap", "k"])
 def _rank_kernel(
     scores_ptr, pids_ptr, count_ptr, packed_ptr, cap, k,
@@ -28,14 +35,14 @@ def _rank_kernel(
     if HAS_COUNT:
         n = tl.minimum(tl.load(count_ptr), cap)
     i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
-    score = tl.load(scores_ptr + i, mask=i < n, other=0.0) + 0.0
+    score = _score(scores_ptr, i, n)
     pid = i
     if HAS_PIDS:
         pid = tl.load(pids_ptr + i, mask=i < n, other=0)
     place = tl.zeros([BLOCK_I], dtype=tl.int32)
     for at in range(0, n, BLOCK_J):
         j = at + tl.arange(0, BLOCK_J)
-        other = tl.load(scores_ptr + j, mask=j < n, other=0.0) + 0.0
+        other = _score(scores_ptr, j, n)
         # [BLOCK_I, BLOCK_J]
         earlier = j[None, :] < i[:, None]
         if HAS_PIDS:
@@ -56,7 +63,8 @@ def rank(
 ) -> None:
     """Write the ``k`` best of the first ``count`` scores, best first, ties to the smaller pid; k <= cap <= 4096.
 
-    scores: fp32 [cap], no NaN; pids: int32 [cap], None for 0, 1, 2, ...; count: int32 [1] on the device, None for all.
+    scores: fp32 [cap], NaN counts as -inf; pids: int32 [cap], None for 0, 1, 2, ...; count: int32 [1] on the device,
+    None for all.
     packed: int32 [1 + 2 k] out: how many (at most k), their pids, the bits of their scores; the rest is left.
     """
     cap = scores.numel()

@@ -41,7 +41,8 @@ def select_workspace(device: torch.device) -> torch.Tensor:
 
 @triton.jit
 def _image(score):
-    # fp32 -> uint32 with the same order; -0.0 counts as 0.0
+    # fp32 -> uint32 with the same order; -0.0 counts as 0.0, NaN as -inf
+    score = tl.where(score == score, score, float("-inf"))
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     flipped = bits ^ ((bits >> 31) | -2147483648)
     return flipped.to(tl.uint32, bitcast=True)
@@ -197,7 +198,7 @@ def select_top(
 ) -> None:
     """Keep the ``m`` best of the first ``count`` scores, in input order; ties at the cut go to the earliest.
 
-    scores: fp32 [cap], no NaN (-inf is allowed and ranks last); pids: int32 [cap], or None for 0, 1, 2, ...;
+    scores: fp32 [cap], NaN counts as -inf, which ranks last; pids: int32 [cap], or None for 0, 1, 2, ...;
     count: int32 [1] on the device; out_pids: int32 [>= m]; out_scores: fp32 [>= m]; out_count: int32 [1], min(m, n);
     work: from ``select_workspace``. What lies behind ``out_count`` is left as it was.
     """

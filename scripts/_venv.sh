@@ -35,7 +35,7 @@ find_python() {
 
 digest() {
     {
-        cat "$root/setup.cfg" "$root/pyproject.toml" "$root"/constraints/*.txt "$root/scripts/_venv.sh"
+        cat "$root/setup.cfg" "$root"/constraints/*.txt "$root/scripts/_venv.sh"
         "$python" -c 'import sys; print(sys.version, sys.base_prefix)'
         printf '%s\n' "$root" "$torch"
     } | "$python" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'

@@ -42,16 +42,17 @@ def search_table() -> str:
     row("exact scores of 100,000 given passages", "stock_exact_100k_ms", "exact_100k_ms", 2)
     beside = " / ".join(f"{result['detail'][f'ab_k{k}']['ours_ms']['p50']:.2f}" for k in (10, 100, 1000))
     candidates = " / ".join(f"{f[f'candidates_k{k}']:,.0f}" for k in (10, 100, 1000))
+    gpu = result["machine"]["gpus"][0]["name"]
+    rate = f"{f['load_gb_per_s']:.1f} GB/s"
     lines = [
-        f"{f['passages']:,.0f} passages, {f['tokens']:,.0f} tokens, 2 bits, one {result['machine']['gpus'][0]['name']};",
+        f"{f['passages']:,.0f} passages, {f['tokens']:,.0f} tokens, 2 bits, one {gpu};",
         f"medians from the encoded query to pids and scores on the host; {candidates} candidates (medians):",
         "",
         *rows,
         "",
         f"Query by query in turn with stock, which leaves the caches cold, the plugin takes {beside} ms.",
         f"Batches of 64 run at {f['batch64_qps']:,.0f} queries/s (k = 10). The index takes {f['gpu_gb']:.1f} GB of GPU",
-        f"memory, or {f['host_placement_gpu_gb']:.1f} GB with residuals in host memory, and loads in {f['load_s']:.1f} s "
-        f"({f['load_gb_per_s']:.1f} GB/s).",
+        f"memory, or {f['host_placement_gpu_gb']:.1f} GB with residuals in host memory, and loads in {f['load_s']:.1f} s ({rate}).",
         f"Mean error of a score against float64: {f['mean_err_ours']:.1e}, stock's {f['mean_err_stock']:.1e}.",
         "Every figure, and the command: [eval/results/h200_search.json](eval/results/h200_search.json).",
     ]

@@ -52,7 +52,8 @@ def search_table() -> str:
         "",
         f"Query by query in turn with stock, which leaves the caches cold, the plugin takes {beside} ms.",
         f"Batches of 64 run at {f['batch64_qps']:,.0f} queries/s (k = 10). The index takes {f['gpu_gb']:.1f} GB of GPU",
-        f"memory, or {f['host_placement_gpu_gb']:.1f} GB with residuals in host memory, and loads in {f['load_s']:.1f} s ({rate}).",
+        f"memory, or {f['host_placement_gpu_gb']:.1f} GB with residuals in host memory, and loads in "
+        f"{f['load_s']:.1f} s ({rate}).",
         f"Mean error of a score against float64: {f['mean_err_ours']:.1e}, stock's {f['mean_err_stock']:.1e}.",
         "Every figure, and the command: [eval/results/h200_search.json](eval/results/h200_search.json).",
     ]

@@ -151,7 +151,7 @@ def default_experiment(dataset: str = "pydocs[:2000]") -> Experiment:
         systems=["plaid", "tilemaxsim"],
         search=[Knobs.defaults(k) for k in (10, 100, 1000)],
         measures=list(MEASURES),
-        compare=Comparing(queries=200, exhaustive=True),
-        latency=Timing(queries=100, warmup=5, repeats=3),
+        compare=Comparing(queries=100, exhaustive=True),
+        latency=Timing(queries=60, warmup=5, repeats=2),
         threads=None,
     )

@@ -69,7 +69,7 @@ def environment() -> dict[str, Any]:
     """Machine, versions, commit and time, as recorded beside every result."""
     return {
         "machine": machine(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "versions": versions(*PACKAGES),
         "commit": commit(),
         "argv": sys.argv,

@@ -27,6 +27,7 @@ from plaid_tilemaxsim.index.placement import (
     plan,
 )
 from plaid_tilemaxsim.index.transfer import copy_staged, pin
+from plaid_tilemaxsim.ops.cpu import byte_table
 
 log = logging.getLogger("plaid_tilemaxsim")
 
@@ -93,20 +94,6 @@ def load_resident(
         if placement in ("gpu", "disk"):
             raise ValueError(f'placement: expected "auto" or "host" on the CPU, got {placement!r}')
         return _load_cpu(index, progress)
-
-
-def byte_table(nbits: int, bucket_weights: Tensor) -> Tensor:
-    """fp32 [256, 8 // nbits]: the weights that a residual byte stands for, in the order of its dimensions.
-
-    Slots run from the high bits down, and each slot holds its bucket index with the bits reversed.
-    """
-    byte = torch.arange(256, device=bucket_weights.device)[:, None]
-    slot = torch.arange(8 // nbits, device=bucket_weights.device)
-    index = torch.zeros_like(byte * slot)
-    for bit in range(nbits):
-        # The least significant bit of an index is the highest of its slot.
-        index |= ((byte >> (7 - bit - slot * nbits)) & 1) << bit
-    return bucket_weights.float()[index]
 
 
 def inverse_norms(codes: Tensor, residuals: Tensor, centroids: Tensor, table: Tensor) -> Tensor:

@@ -111,7 +111,7 @@ def residual_maxsim(
     """Exact MaxSim of compressed passages, fp32 ``[n]``; error about 1e-6 a query token for unit vectors."""
     first, lengths = _passages(offsets, pids)
     PD, per_byte = residuals.size(1), 8 // nbits
-    weights = _byte_weights(bucket_weights, nbits)  # [256, per_byte]
+    weights = byte_table(nbits, bucket_weights)  # [256, per_byte]
     row = torch.arange(PD, dtype=torch.int32) * 256
     scores = torch.where(lengths > 0, 0.0, -torch.inf)
     for block in range(0, Q.size(0), _QUERY_BLOCK):
@@ -250,16 +250,18 @@ def _table_maxsim(table: Tensor, codes: Tensor, first: Tensor, lengths: Tensor) 
     return scores
 
 
-def _byte_weights(bucket_weights: Tensor, nbits: int) -> Tensor:
-    """Bucket weights ``[256, 8 / nbits]`` of each value of a residual byte, in dimension order.
+def byte_table(nbits: int, bucket_weights: Tensor) -> Tensor:
+    """fp32 [256, 8 // nbits]: the weights that a residual byte stands for, in the order of its dimensions.
 
-    ColBERT packs from the high bits down, and each slot of nbits holds its bucket index with the bits reversed.
+    Slots run from the high bits down, and each slot holds its bucket index with the bits reversed.
     """
-    slot_shift = torch.arange(8 - nbits, -1, -nbits)
-    slots = (torch.arange(256)[:, None] >> slot_shift) & (2**nbits - 1)
-    bit = torch.arange(nbits)
-    index = (((slots[..., None] >> bit) & 1) << (nbits - 1 - bit)).sum(-1)
-    return bucket_weights[index]
+    byte = torch.arange(256, device=bucket_weights.device)[:, None]
+    slot = torch.arange(8 // nbits, device=bucket_weights.device)
+    index = torch.zeros_like(byte * slot)
+    for bit in range(nbits):
+        # The least significant bit of an index is the highest of its slot.
+        index |= ((byte >> (7 - bit - slot * nbits)) & 1) << bit
+    return bucket_weights.float()[index]
 
 
 def _inverse_norms(inv_norms: Tensor, lo: float, step: float, tokens: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
     residual MaxSim   sum_i max_t (CS[code_t, i] + <q_i, w[residual_t]>) * inv_norm_t
     centroid MaxSim   sum_i max_t CS[code_t, i]
+    PQ MaxSim         sum_i max_t sum_m <q_i[m], codebook[m, code_tm]>
 
-Two ideas make it fast. Residuals are never decoded: a byte of a residual adds one of 256 values to the product with
+Two ideas make it fast. Residuals and PQ codes are never decoded: a byte adds one of 256 values to the product with
 each query token, so the products of all bytes with the query are tabulated (PD x 256 rows of LQ floats, in cache)
 and a token is the sum of PD of these rows, which torch's embedding_bag adds up. And passages are scored in tiles of
 similar length, padded by repeating a passage's own last token (no maximum changes), so that one vectorised ``amax``
@@ -134,6 +135,28 @@ def residual_maxsim(
                 similarities = tile_part.add_(torch.embedding(table, codes_part)).mul_(inverse_part)
                 torch.amax(similarities, 1, out=maxima_part)
             scores[passages] += maxima.sum(1)
+    return scores
+
+
+def pq_maxsim(Q: Tensor, codes: Tensor, codebook: Tensor, offsets: Tensor, pids: Tensor | None = None) -> Tensor:
+    """MaxSim of product-quantised passages, fp32 ``[NQ, n]``: a token is the sum of M rows of tabulated products."""
+    first, lengths = _passages(offsets, pids)
+    M = codes.size(1)
+    row = torch.arange(M, dtype=torch.int32) * 256
+    scores = torch.where(lengths > 0, 0.0, -torch.inf).repeat(Q.size(0), 1)
+    for query, sums in zip(Q, scores):
+        for q in query.split(_QUERY_BLOCK):
+            LQ = q.size(0)
+            # [M, 256, LQ]: products of every entry with its part of the query tokens
+            products = (codebook.float() @ q.view(LQ, M, -1).permute(1, 2, 0)).view(M * 256, LQ)
+            for passages, tokens in _tiles(first, lengths, LQ):
+                m, L = tokens.shape
+                index = torch.empty(m, L, M, dtype=torch.int32)
+                step = _block(L * M)
+                for part, index_part in zip(tokens.split(step), index.split(step)):
+                    torch.add(torch.embedding(codes, part), row, out=index_part)
+                tile = embedding_bag(index.view(m * L, M), products, mode="sum").view(m, L, LQ)
+                sums[passages] += _amax(tile).sum(1)
     return scores
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .api import CentroidScores
-from .reference import _chunks, _passages, _rows, _sum_of_maxima, decode_residuals
+from .reference import _chunks, _passages, _rows, _sum_of_maxima, decode_residuals, pq_decode
 
 
 def centroid_scores(Q: Tensor, centroids: Tensor, threshold: float | None) -> CentroidScores:
@@ -77,5 +77,17 @@ def dense_maxsim(Q: Tensor, D: Tensor, lengths: Tensor | None, offsets: Tensor |
         rows, owner = _rows(first[chunk], lengths[chunk])
         d = D[rows].float()
         for q, row in zip(Q.float(), scores, strict=True):
+            row[chunk] = _sum_of_maxima(d @ q.T, owner, chunk.stop - chunk.start)
+    return scores
+
+
+def pq_maxsim(Q: Tensor, codes: Tensor, codebook: Tensor, offsets: Tensor, pids: Tensor | None) -> Tensor:
+    """See :func:`.api.pq_maxsim`; ``Q [NQ, LQ, DIM]``, scores ``[NQ, n]``."""
+    first, lengths = _passages(offsets, pids)
+    scores = torch.empty(Q.size(0), lengths.numel(), device=codes.device)
+    for chunk in _chunks(lengths):
+        rows, owner = _rows(first[chunk], lengths[chunk])
+        d = pq_decode(codes[rows], codebook, torch.float32)
+        for q, row in zip(Q, scores, strict=True):
             row[chunk] = _sum_of_maxima(d @ q.T, owner, chunk.stop - chunk.start)
     return scores

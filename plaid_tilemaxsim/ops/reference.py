@@ -130,3 +130,30 @@ def centroid_maxsim(
         rows, owner = _rows(first[chunk], lengths[chunk])
         scores[chunk] = _sum_of_maxima(cs[codes[rows].long()], owner, chunk.stop - chunk.start)
     return scores
+
+
+def pq_decode(codes: Tensor, codebook: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Embeddings ``[T, DIM]``: entry ``codes[t, m]`` of every ``codebook[m]`` in turn; not normalised.
+
+    ``codes`` uint8 ``[T, M]``, ``codebook`` ``[M, 256, DIM / M]`` (Jegou, Douze and Schmid 2011; faiss's 8-bit PQ).
+    """
+    parts = [entries[code.long()] for entries, code in zip(codebook.to(dtype), codes.T, strict=True)]
+    return torch.cat(parts, 1)
+
+
+def pq_maxsim(
+    Q: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    offsets: Tensor,
+    pids: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """MaxSim over product-quantised passages: :func:`maxsim` of :func:`pq_decode`; scores ``[n]`` in ``dtype``."""
+    first, lengths = _passages(offsets, pids)
+    scores = Q.new_empty(lengths.numel(), dtype=dtype)
+    for chunk in _chunks(lengths):
+        rows, owner = _rows(first[chunk], lengths[chunk])
+        e = pq_decode(codes[rows], codebook, dtype)
+        scores[chunk] = _sum_of_maxima(e @ Q.to(dtype).T, owner, chunk.stop - chunk.start)
+    return scores

@@ -77,6 +77,23 @@ def make_collection(
     )
 
 
+def make_pq(
+    device: str, NQ: int, LQ: int, DIM: int, M: int, lengths: tuple[int, ...] = LENGTHS, negative: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Unit-vector queries [NQ, LQ, DIM], random codes [T, M], codebook [M, 256, DIM / M], offsets.
+
+    Decoded embeddings have a norm of about 1; ``negative``: every similarity is below zero.
+    """
+    g = torch.Generator().manual_seed(LQ + DIM + M)
+    Q = normalize(torch.randn(NQ, LQ, DIM, generator=g), dim=-1)
+    codebook = torch.randn(M, 256, DIM // M, generator=g) / DIM**0.5
+    if negative:
+        Q, codebook = Q.abs(), -codebook.abs()
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    codes = torch.randint(0, 256, (int(offsets[-1]), M), generator=g).to(torch.uint8)
+    return Q.to(device), codes.to(device), codebook.half().to(device), offsets.to(device)
+
+
 def quantised(inv_norms: Tensor) -> tuple[Tensor, float, float]:
     """Inverse norms as uint16 with their lowest value and step."""
     lo, hi = float(inv_norms.min()), float(inv_norms.max())

@@ -119,6 +119,32 @@ def test_dense_maxsim_refuses(D, change, message):
         api.dense_maxsim(**({"Q": torch.zeros(4, 64), "D": D, "impl": "triton"} | change))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"Q": torch.zeros(64)}, "Q: expected [LQ, DIM] or [NQ, LQ, DIM], got [64]"),
+        ({"Q": torch.zeros(4, 64).half()}, "Q.dtype: expected torch.float32, got torch.float16"),
+        ({"Q": torch.zeros(0, 4, 64)}, "NQ: expected at least 1, got 0"),
+        ({"Q": torch.zeros(4, 60)}, "codes.shape: expected [*, M] with M dividing DIM 60, got [9, 8]"),
+        ({"codes": torch.zeros(9, 8).int()}, "codes.dtype: expected torch.uint8, got torch.int32"),
+        ({"codes": torch.zeros(9, 0).byte()}, "codes.shape: expected [*, M] with M dividing DIM 64, got [9, 0]"),
+        ({"codebook": torch.zeros(8, 256, 4).half()}, "codebook.shape: expected [8, 256, 8], got [8, 256, 4]"),
+        ({"codebook": torch.zeros(8, 256, 8)}, "codebook.dtype: expected torch.float16, got torch.float32"),
+        ({"offsets": torch.zeros(3).int()}, "offsets.dtype: expected torch.int64, got torch.int32"),
+        ({"pids": torch.zeros(2)}, "pids.dtype: expected torch.int32 or torch.int64, got torch.float32"),
+        ({"out": torch.zeros(1, 2)}, "out.shape: expected [2], got [1, 2]"),
+        ({"Q": torch.zeros(3, 4, 64), "out": torch.zeros(2)}, "out.shape: expected [3, 2], got [2]"),
+    ],
+)
+def test_pq_maxsim_refuses(change, message):
+    arguments = {
+        "Q": torch.zeros(4, 64), "codes": torch.zeros(9, 8).byte(), "codebook": torch.zeros(8, 256, 8).half(),
+        "offsets": torch.tensor([0, 4, 9]),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=re.escape(message)):
+        api.pq_maxsim(**(arguments | change), impl="triton")
+
+
 def test_cpu_tensors_choose_torch(c):
     cs = api.centroid_scores(c.Q, c.centroids, 0.2)
     assert cs.table.dtype == torch.float32

@@ -15,7 +15,7 @@ from plaid_tilemaxsim.index.files import read_index
 from plaid_tilemaxsim.index.resident import load_resident
 from plaid_tilemaxsim.ops import api, cpu, reference
 from tests.colbert_fixtures import stock_extensions  # noqa: F401
-from tests.ops.ragged import LENGTHS, Collection, assert_scores, make_collection, quantised
+from tests.ops.ragged import LENGTHS, Collection, assert_scores, make_collection, make_pq, quantised
 from tests.synthetic import make_index, make_queries
 
 compat.allow_missing_git()
@@ -116,6 +116,29 @@ def test_a_token_of_norm_zero_has_similarity_zero():
     c.centroids.zero_()
     c.bucket_weights.zero_()
     assert (residual_maxsim(c, stored=(torch.zeros_like(c.inv_norms), 0.0, 1.0)) == 0).all()
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize(
+    ("NQ", "LQ", "DIM", "M"), [(1, 1, 64, 8), (3, 5, 96, 16), (1, 32, 128, 64), (2, 129, 64, 1), (1, 300, 32, 32)]
+)
+@pytest.mark.parametrize("negative", [False, True])
+def test_pq_maxsim_matches_the_oracle(NQ, LQ, DIM, M, negative, impl, tiles):
+    Q, codes, codebook, offsets = make_pq("cpu", NQ, LQ, DIM, M, negative=negative)
+    got = api.pq_maxsim(Q, codes, codebook, offsets, impl=impl)
+    largest = float(reference.pq_decode(codes, codebook).norm(dim=1).max())
+    for q, scores in zip(Q, got, strict=True):
+        want = reference.pq_maxsim(q, codes, codebook, offsets)
+        # five standard deviations: DIM additions a similarity, each off by U32 / sqrt(3) of at most |q| |e|
+        assert_scores(scores, want, 5 * (LQ * DIM / 3) ** 0.5 * U32 * largest)
+        assert not negative or (want[1:-1] < 0).all()
+    pids = torch.tensor([13, 0, 5, 5, 15, 1])
+    assert_scores(api.pq_maxsim(Q[0], codes, codebook, offsets, pids, impl=impl), got[0][pids], 1e-5)
+    out, count = torch.full((NQ, 6), 7.0), torch.tensor([2], dtype=torch.int32)
+    api.pq_maxsim(Q, codes, codebook, offsets, pids, out, count, impl=impl)
+    assert (out[:, 2:] == 7).all()
+    assert torch.equal(out[:, :2].isinf(), got[:, pids[:2]].isinf())
+    assert api.pq_maxsim(Q, codes, codebook, offsets, pids[:0], impl=impl).shape == (NQ, 0)
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.05, 0.6, 1.0])

@@ -165,9 +165,10 @@ def residual_maxsim(
         (centroid_score[code] + <q, bucket_weights[residual]>) * inv_norm
 
     ``Q`` fp32 ``[LQ, DIM]`` made ``cs``; ``codes`` int32 ``[T]``; ``residuals`` uint8 ``[T, DIM * nbits /
-    8]`` in ColBERT's bit order (for CUDA also pinned host memory); ``inv_norms`` uint16 or fp32 ``[T]``,
-    whose value is ``inv_norm_lo + inv_norm_step * inv_norms``; ``bucket_weights`` fp32 ``[2**nbits]``;
-    nbits 1, 2, 4 or 8; ``offsets`` int64 ``[N + 1]`` token offsets; ``pids`` the passages (None: all N).
+    8]`` in ColBERT's bit order (for CUDA also pinned host memory; a view into other bytes must start at a
+    multiple of 8); ``inv_norms`` uint16 or fp32 ``[T]``, whose value is ``inv_norm_lo + inv_norm_step *
+    inv_norms``; ``bucket_weights`` fp32 ``[2**nbits]``; nbits 1, 2, 4 or 8; ``offsets`` int64 ``[N + 1]``
+    token offsets; ``pids`` the passages (None: all N).
     Kernel error for unit query tokens, per query token: half a step of ``cs.scale``, and the roundings of q and w to
     fp16, each a relative 2**-11 of the products q_d w_d with random signs: 1.4e-5 (standard deviation) for weights of
     0.05, about 1e-4 over LQ = 32.
@@ -194,6 +195,11 @@ def residual_maxsim(
         from . import residual_fast_kernel, residual_kernel, tuning
 
         fast = tuning.residual_is_fast(tuning.arch(device), nbits, DIM)
+        if fast:
+            # its addresses: vector loads of residual rows and of table rows, tokens numbered in 32 bits
+            _aligned("residuals", residuals, max(size for _, size in residual_fast_kernel.pieces(nbits, DIM)))
+            _aligned("cs.table", cs.table, 16)
+            _require("codes", codes.size(0) < 2**32, "fewer than 2**32 tokens", codes.size(0))
         launch = residual_fast_kernel.residual_maxsim if fast else residual_kernel.residual_maxsim
         launch(Q, cs, codes, residuals, *inverse_norms, bucket_weights, nbits, offsets, pids, out, count)
         return out
@@ -361,6 +367,11 @@ def _check(
     _require(f"{name}.dtype", tensor.dtype in dtypes, " or ".join(map(str, dtypes)), tensor.dtype)
     _require(f"{name}.device", device is None or tensor.device == device, device, tensor.device)
     _require(name, tensor.is_contiguous(), "contiguous", f"strides {tensor.stride()}")
+
+
+def _aligned(name: str, tensor: Tensor, nbytes: int) -> None:
+    past = tensor.data_ptr() % nbytes
+    _require(name, past == 0, f"an address that is a multiple of {nbytes} bytes", f"one {past} bytes past it")
 
 
 def _query_limits(Q: Tensor) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from plaid_tilemaxsim.ops import api
+from plaid_tilemaxsim.ops import api, tuning
 from tests.ops.ragged import make_collection
 
 
@@ -100,6 +100,17 @@ def test_kernels_need_their_own_forms(device):
 def test_residual_maxsim_refuses(c, cs, change, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         api.residual_maxsim(**(residual_arguments(c, cs) | change), impl="triton")
+
+
+@pytest.mark.parametrize(("nbits", "DIM", "nbytes"), [(2, 128, 8), (4, 64, 8), (1, 64, 2)])
+def test_residuals_that_vector_loads_cannot_read_are_refused(nbits, DIM, nbytes, monkeypatch):
+    monkeypatch.setattr(tuning, "residual_is_fast", lambda *shape: True)
+    c = make_collection("cpu", 5, DIM, nbits)
+    stored = torch.cat([torch.zeros(1, dtype=torch.uint8), c.residuals.flatten()])
+    arguments = residual_arguments(c, c.centroid_scores()) | {"residuals": stored[1:].view_as(c.residuals)}
+    message = f"residuals: expected an address that is a multiple of {nbytes} bytes, got one 1 bytes past it"
+    with pytest.raises(ValueError, match=message):
+        api.residual_maxsim(**arguments, impl="triton")
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from . import tuning
 from .api import CentroidScores
+from .warp_tiles import Ptx, advance, load, next_passage, pid_at, reduce_ptx, tile_tokens, token_range
 
 # The workspace of a block of query tokens, in words: decode table at 0, BIAS at 8, a constant per query token at 32, Q
 # fragments from 64 on.
@@ -94,27 +95,7 @@ def k_order(nbits: int, DIM: int) -> list[list[list[tuple[int, int]]]]:
 # ---- PTX of one tile
 
 
-class _Ptx:
-    """Lines of PTX; calling it appends one instruction and returns its new destination register."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.n = 0
-
-    def new(self) -> str:
-        self.n += 1
-        return f"r{self.n}"
-
-    def __call__(self, op: str, *operands: str) -> str:
-        d = self.new()
-        self.lines.append(f"{op} {', '.join((d, *operands))};")
-        return d
-
-    def text(self) -> str:
-        return "{\n" + f".reg .b32 r<{self.n + 1}>;\n.reg .b16 h<2>;\n.reg .pred p;\n" + "\n".join(self.lines) + "\n}"
-
-
-def _decode2(p: _Ptx, x: str, size: int, table: list[str]) -> list[tuple[str, str]]:
+def _decode2(p: Ptx, x: str, size: int, table: list[str]) -> list[tuple[str, str]]:
     """2 bits: a nibble masked to one field selects a byte of the table, then 0x64 above it makes 1024 + h."""
     fields = [p("and.b32", x, "0x33333333"), p("and.b32", p("shr.u32", x, "2"), "0x33333333")]
     halves = range(2 if size >= 4 else 1)
@@ -126,7 +107,7 @@ def _decode2(p: _Ptx, x: str, size: int, table: list[str]) -> list[tuple[str, st
     return steps
 
 
-def _decode1(p: _Ptx, x: str, size: int, table: list[str]) -> list[tuple[str, str]]:
+def _decode1(p: Ptx, x: str, size: int, table: list[str]) -> list[tuple[str, str]]:
     """1 bit: bits j and j + 16 of a word, where they are, are mantissa bits of two fp16 numbers 1024 + 2**j h."""
     if size == 2:
         x = p("prmt.b32", x, "0", "0x4140")
@@ -141,7 +122,7 @@ def _decode1(p: _Ptx, x: str, size: int, table: list[str]) -> list[tuple[str, st
     return [(pairs[j], pairs[j + 1]) for j in range(0, half, 2)]
 
 
-def _decode4(p: _Ptx, x: str, size: int, table: list[str]) -> list[tuple[str, str]]:
+def _decode4(p: Ptx, x: str, size: int, table: list[str]) -> list[tuple[str, str]]:
     """4 bits: the low and the high byte of 16 fp16 weights, 8 + 8 of each, the top bit of the nibble chooses."""
     low3 = p("and.b32", x, "0x77777777")
     top = p("and.b32", p("shr.u32", x, "3"), "0x11111111")
@@ -185,7 +166,7 @@ def tile(nbits: int, DIM: int, NT: int) -> Tile:
     Operands: 2 NT maxima out; words of row g, of row g + 8; NT table words of row g, of row g + 8; inverse norms
     of both; BIAS; 2 NT constants; decode table; 2 NT maxima in; Q fragments (or their int64 address).
     """
-    p = _Ptx()
+    p = Ptx()
     loads = pieces(nbits, DIM)
     words = sum(max(size // 4, 1) for _, size in loads)
     ksteps = DIM // 16
@@ -257,31 +238,9 @@ def tile(nbits: int, DIM: int, NT: int) -> Tile:
         tables=len(table),
         asm=p.text(),
         constraints=constraints,
-        reduce_asm=_reduce_ptx(NT),
+        reduce_asm=reduce_ptx(NT),
         reduce_constraints=",".join(["=r"] + ["r"] * (2 * NT + 1)),
     )
-
-
-def _reduce_ptx(NT: int) -> str:
-    """PTX of a maximum over the 8 lanes of a column, spread: lane ``4 g + t`` gets query token ``2 NT t + column(g)``.
-
-    Operands: 1 maximum out, 2 NT maxima and the lane in. Lanes halve their registers at each exchange.
-    """
-    p = _Ptx()
-    regs, lane = [f"${1 + i}" for i in range(2 * NT)], f"${1 + 2 * NT}"
-    for distance in (16, 8, 4):
-        half = len(regs) // 2
-        if half:
-            bit = p("and.b32", lane, str(distance))
-            p.lines.append(f"setp.ne.b32 p, {bit}, 0;")
-            kept = [p("selp.b32", hi, lo, "p") for lo, hi in zip(regs[:half], regs[half:], strict=True)]
-            sent = [p("selp.b32", lo, hi, "p") for lo, hi in zip(regs[:half], regs[half:], strict=True)]
-        else:
-            kept = sent = regs
-        got = [p("shfl.sync.bfly.b32", s, str(distance), "0x1f", "0xffffffff") for s in sent]
-        regs = [p("max.s32", k, g) for k, g in zip(kept, got, strict=True)]
-    p.lines.append(f"mov.b32 $0, {regs[0]};")
-    return p.text()
 
 
 # ---- kernels
@@ -393,76 +352,6 @@ def _prepare_kernel(
 
 
 @triton.jit
-def _load(base, index, STRIDE: tl.constexpr, KIND: tl.constexpr, N: tl.constexpr):
-    """N int32 tensors by one load of ``KIND`` at int64 ``base`` + ``index`` (uint32 bits) * STRIDE bytes."""
-    REGISTERS: tl.constexpr = "$0" if N == 1 else ("{$0, $1}" if N == 2 else "{$0, $1, $2, $3}")
-    ASM: tl.constexpr = (
-        f"{{.reg .b64 a; mad.wide.u32 a, ${N + 1}, {STRIDE}, ${N}; ld.global.nc.{KIND} {REGISTERS}, [a];}}"
-    )
-    CONSTRAINTS: tl.constexpr = "=r," * N + "l,r"
-    if N == 1:
-        return (tl.inline_asm_elementwise(ASM, CONSTRAINTS, [base, index], dtype=tl.int32, is_pure=True, pack=1),)
-    else:
-        return tl.inline_asm_elementwise(ASM, CONSTRAINTS, [base, index], dtype=(tl.int32,) * N, is_pure=True, pack=1)
-
-
-@triton.jit
-def _next(i, step, GROUP: tl.constexpr):
-    """The passage of the list after i for one program: groups of GROUP consecutive ones are dealt out in turn."""
-    i += 1
-    if GROUP > 1:
-        return tl.where(i % GROUP == 0, i + (step - 1) * GROUP, i)
-    else:
-        return i + step - 1
-
-
-@triton.jit
-def _pid(pids_ptr, i, n, HAS_PIDS: tl.constexpr):
-    """Passage number i of the list, int64; past the end the last one."""
-    pid = tl.maximum(tl.minimum(i, n - 1), 0).to(tl.int64)
-    if HAS_PIDS:
-        pid = tl.load(pids_ptr + pid).to(tl.int64)
-    return pid
-
-
-@triton.jit
-def _range(offsets_ptr, pid):
-    """First token (uint32 bits, as int32) and length of a passage.
-
-    Rows of a tile read tokens ``start + min(row, left - 1)``: for an empty passage the token before it, which its score
-    does not use; token 0 when it is the first.
-    """
-    start = tl.load(offsets_ptr + pid)
-    length = (tl.load(offsets_ptr + pid + 1) - start).to(tl.int32)
-    start = tl.where((length == 0) & (start == 0), 1, start)
-    return start.to(tl.int32), length
-
-
-@triton.jit
-def _advance(
-    i, start, left, i_a, start_a, left_a, i_b, pid_b, offsets_ptr, pids_ptr, n, step,
-    HAS_PIDS: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """The next tile: 16 tokens on, or the start of passage a; then b becomes a and its successor's pid is loaded."""
-    if left > 16:
-        start += 16
-        left -= 16
-    else:
-        i, start, left = i_a, start_a, left_a
-        i_a = i_b
-        start_a, left_a = _range(offsets_ptr, pid_b)
-        i_b = _next(i_b, step, GROUP)
-        pid_b = _pid(pids_ptr, i_b, n, HAS_PIDS)
-    return i, start, left, i_a, start_a, left_a, i_b, pid_b
-
-
-@triton.jit
-def _tokens(start, left, row):
-    """Tokens of rows g and g + 8 of a tile with ``left`` tokens to the passage's end: past it, the last one again."""
-    return start + tl.minimum(left - 1, row), start + tl.minimum(left - 1, row + 8)
-
-
-@triton.jit
 def _load_tile(
     tokens, codes, table, residuals, inv_norms,
     NT: tl.constexpr, LOADS: tl.constexpr, LQP: tl.constexpr, ROW_BYTES: tl.constexpr, INV_BYTES: tl.constexpr,
@@ -472,18 +361,18 @@ def _load_tile(
     words = ()
     inverse = ()
     for r in tl.static_range(2):
-        entries = entries + _load(table, codes[r], LQP * 2, "v4.b32" if NT == 4 else "v2.b32", NT)
+        entries = entries + load(table, codes[r], LQP * 2, "v4.b32" if NT == 4 else "v2.b32", NT)
         for k in tl.static_range(len(LOADS)):
             # read once: not kept in L1
             if LOADS[k] == 8:
-                words = words + _load(residuals[k], tokens[r], ROW_BYTES, "L1::no_allocate.v2.b32", 2)
+                words = words + load(residuals[k], tokens[r], ROW_BYTES, "L1::no_allocate.v2.b32", 2)
             elif LOADS[k] == 4:
-                words = words + _load(residuals[k], tokens[r], ROW_BYTES, "L1::no_allocate.b32", 1)
+                words = words + load(residuals[k], tokens[r], ROW_BYTES, "L1::no_allocate.b32", 1)
             elif LOADS[k] == 2:
-                words = words + _load(residuals[k], tokens[r], ROW_BYTES, "L1::no_allocate.u16", 1)
+                words = words + load(residuals[k], tokens[r], ROW_BYTES, "L1::no_allocate.u16", 1)
             else:
-                words = words + _load(residuals[k], tokens[r], ROW_BYTES, "L1::no_allocate.u8", 1)
-        inverse = inverse + _load(inv_norms, tokens[r], INV_BYTES, "u16" if INV_BYTES == 2 else "b32", 1)
+                words = words + load(residuals[k], tokens[r], ROW_BYTES, "L1::no_allocate.u8", 1)
+        inverse = inverse + load(inv_norms, tokens[r], INV_BYTES, "u16" if INV_BYTES == 2 else "b32", 1)
     return words, entries, inverse
 
 
@@ -518,7 +407,7 @@ def _residual_maxsim_kernel(
     if Q_REGISTERS:
         q = ()
         for k in tl.static_range(0, Q_REGISTERS, 4):
-            q = q + _load(q_address, zero + k * 32, 4, "v4.b32", 4)
+            q = q + load(q_address, zero + k * 32, 4, "v4.b32", 4)
     else:
         q = (q_address,)  # type: ignore[assignment]
     nothing = (zero,) * (2 * NT)
@@ -533,16 +422,16 @@ def _residual_maxsim_kernel(
 
     # The walk: tile x is computed, y is being loaded, of z the codes; passage a comes after z's, b after a.
     i_z = tl.program_id(0) * GROUP
-    i_a = _next(i_z, step, GROUP)
-    i_b = _next(i_a, step, GROUP)
-    pid_b = _pid(pids_ptr, i_b, n, HAS_PIDS)
-    start_z, left_z = _range(offsets_ptr, _pid(pids_ptr, i_z, n, HAS_PIDS))
-    start_a, left_a = _range(offsets_ptr, _pid(pids_ptr, i_a, n, HAS_PIDS))
+    i_a = next_passage(i_z, step, GROUP)
+    i_b = next_passage(i_a, step, GROUP)
+    pid_b = pid_at(pids_ptr, i_b, n, HAS_PIDS)
+    start_z, left_z = token_range(offsets_ptr, pid_at(pids_ptr, i_z, n, HAS_PIDS))
+    start_a, left_a = token_range(offsets_ptr, pid_at(pids_ptr, i_a, n, HAS_PIDS))
     i_x, left_x = i_z, left_z
-    tokens = _tokens(start_z, left_z, row)
-    codes = _load(codes_at, tokens[0], 4, "b32", 1) + _load(codes_at, tokens[1], 4, "b32", 1)
+    tokens = tile_tokens(start_z, left_z, row)
+    codes = load(codes_at, tokens[0], 4, "b32", 1) + load(codes_at, tokens[1], 4, "b32", 1)
     x = _load_tile(tokens, codes, table_at, residuals_at, inv_norms_at, NT, LOADS, LQP, ROW_BYTES, INV_BYTES)
-    i_z, start_z, left_z, i_a, start_a, left_a, i_b, pid_b = _advance(
+    i_z, start_z, left_z, i_a, start_a, left_a, i_b, pid_b = advance(
         i_z,
         start_z,
         left_z,
@@ -559,9 +448,9 @@ def _residual_maxsim_kernel(
         GROUP,
     )
     i_y, left_y = i_z, left_z
-    tokens = _tokens(start_z, left_z, row)
-    codes = _load(codes_at, tokens[0], 4, "b32", 1) + _load(codes_at, tokens[1], 4, "b32", 1)
-    i_z, start_z, left_z, i_a, start_a, left_a, i_b, pid_b = _advance(
+    tokens = tile_tokens(start_z, left_z, row)
+    codes = load(codes_at, tokens[0], 4, "b32", 1) + load(codes_at, tokens[1], 4, "b32", 1)
+    i_z, start_z, left_z, i_a, start_a, left_a, i_b, pid_b = advance(
         i_z,
         start_z,
         left_z,
@@ -581,8 +470,8 @@ def _residual_maxsim_kernel(
     while i_x < n:
         for _ in tl.static_range(UNROLL):
             y = _load_tile(tokens, codes, table_at, residuals_at, inv_norms_at, NT, LOADS, LQP, ROW_BYTES, INV_BYTES)
-            tokens = _tokens(start_z, left_z, row)
-            codes = _load(codes_at, tokens[0], 4, "b32", 1) + _load(codes_at, tokens[1], 4, "b32", 1)
+            tokens = tile_tokens(start_z, left_z, row)
+            codes = load(codes_at, tokens[0], 4, "b32", 1) + load(codes_at, tokens[1], 4, "b32", 1)
 
             words, entries, stored = x
             inverse = (
@@ -613,7 +502,7 @@ def _residual_maxsim_kernel(
                 maxima = nothing
             i_x, left_x, x = i_y, left_y, y
             i_y, left_y = i_z, left_z
-            i_z, start_z, left_z, i_a, start_a, left_a, i_b, pid_b = _advance(
+            i_z, start_z, left_z, i_a, start_a, left_a, i_b, pid_b = advance(
                 i_z, start_z, left_z, i_a, start_a, left_a, i_b, pid_b,
                 offsets_ptr, pids_ptr, n, step, HAS_PIDS, GROUP,
             )  # fmt: skip

@@ -65,7 +65,7 @@ def test_decode_puts_the_weights_that_k_order_names_into_the_fragments(nbits, si
             for k in range(4):
                 table.append(sum((int(patterns[reverse(4 * k + v)]) >> part & 255) << (8 * v) for v in range(4)))
 
-    p = residual_fast_kernel._Ptx()
+    p = residual_fast_kernel.Ptx()
     tables = [f"${2 + i}" for i in range(len(table))]
     pairs = residual_fast_kernel._DECODE[nbits](p, "$1", size, tables)
     registers = {"in1": words} | {f"in{2 + i}": np.full(32, t, np.uint64) for i, t in enumerate(table)}

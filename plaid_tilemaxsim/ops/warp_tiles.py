@@ -1,0 +1,122 @@
+"""What kernels of one warp a program share: PTX text, wide loads, and the walk over 16-token tiles of passages.
+
+The walk deals passages to programs. Where it stands is four things, so that loads run ahead of the arithmetic: the
+tile that is next, passage ``a`` after it by its tokens, passage ``b`` after that by its pid.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+class Ptx:
+    """Lines of PTX; calling it appends one instruction and returns its new destination register."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.n = 0
+
+    def new(self) -> str:
+        self.n += 1
+        return f"r{self.n}"
+
+    def __call__(self, op: str, *operands: str) -> str:
+        d = self.new()
+        self.lines.append(f"{op} {', '.join((d, *operands))};")
+        return d
+
+    def text(self) -> str:
+        return "{\n" + f".reg .b32 r<{self.n + 1}>;\n.reg .b16 h<2>;\n.reg .pred p;\n" + "\n".join(self.lines) + "\n}"
+
+
+def reduce_ptx(NT: int, maximum: str = "max.s32") -> str:
+    """PTX of a ``maximum`` over the 8 lanes of a column, spread: lane ``4 g + t`` gets query token ``2 NT t + c(g)``.
+
+    Operands: 1 maximum out, 2 NT maxima and the lane in. Lanes halve their registers at each exchange.
+    """
+    p = Ptx()
+    regs, lane = [f"${1 + i}" for i in range(2 * NT)], f"${1 + 2 * NT}"
+    for distance in (16, 8, 4):
+        half = len(regs) // 2
+        if half:
+            bit = p("and.b32", lane, str(distance))
+            p.lines.append(f"setp.ne.b32 p, {bit}, 0;")
+            kept = [p("selp.b32", hi, lo, "p") for lo, hi in zip(regs[:half], regs[half:], strict=True)]
+            sent = [p("selp.b32", lo, hi, "p") for lo, hi in zip(regs[:half], regs[half:], strict=True)]
+        else:
+            kept = sent = regs
+        got = [p("shfl.sync.bfly.b32", s, str(distance), "0x1f", "0xffffffff") for s in sent]
+        regs = [p(maximum, k, g) for k, g in zip(kept, got, strict=True)]
+    p.lines.append(f"mov.b32 $0, {regs[0]};")
+    return p.text()
+
+
+@triton.jit
+def load(base, index, STRIDE: tl.constexpr, KIND: tl.constexpr, N: tl.constexpr):
+    """N int32 tensors by one load of ``KIND`` at int64 ``base`` + ``index`` (uint32 bits) * STRIDE bytes."""
+    REGISTERS: tl.constexpr = "$0" if N == 1 else ("{$0, $1}" if N == 2 else "{$0, $1, $2, $3}")
+    ASM: tl.constexpr = (
+        f"{{.reg .b64 a; mad.wide.u32 a, ${N + 1}, {STRIDE}, ${N}; ld.global.nc.{KIND} {REGISTERS}, [a];}}"
+    )
+    CONSTRAINTS: tl.constexpr = "=r," * N + "l,r"
+    if N == 1:
+        return (tl.inline_asm_elementwise(ASM, CONSTRAINTS, [base, index], dtype=tl.int32, is_pure=True, pack=1),)
+    else:
+        return tl.inline_asm_elementwise(ASM, CONSTRAINTS, [base, index], dtype=(tl.int32,) * N, is_pure=True, pack=1)
+
+
+@triton.jit
+def next_passage(i, step, GROUP: tl.constexpr):
+    """The passage of the list after i for one program: groups of GROUP consecutive ones are dealt out in turn."""
+    i += 1
+    if GROUP > 1:
+        return tl.where(i % GROUP == 0, i + (step - 1) * GROUP, i)
+    else:
+        return i + step - 1
+
+
+@triton.jit
+def pid_at(pids_ptr, i, n, HAS_PIDS: tl.constexpr):
+    """Passage number i of the list, int64; past the end the last one."""
+    pid = tl.maximum(tl.minimum(i, n - 1), 0).to(tl.int64)
+    if HAS_PIDS:
+        pid = tl.load(pids_ptr + pid).to(tl.int64)
+    return pid
+
+
+@triton.jit
+def token_range(offsets_ptr, pid):
+    """First token (uint32 bits, as int32) and length of a passage.
+
+    Rows of a tile read tokens ``start + min(row, left - 1)``: for an empty passage the token before it, which its score
+    does not use; token 0 when it is the first.
+    """
+    start = tl.load(offsets_ptr + pid)
+    length = (tl.load(offsets_ptr + pid + 1) - start).to(tl.int32)
+    start = tl.where((length == 0) & (start == 0), 1, start)
+    return start.to(tl.int32), length
+
+
+@triton.jit
+def advance(
+    i, start, left, i_a, start_a, left_a, i_b, pid_b, offsets_ptr, pids_ptr, n, step,
+    HAS_PIDS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """The next tile: 16 tokens on, or the start of passage a; then b becomes a and its successor's pid is loaded."""
+    if left > 16:
+        start += 16
+        left -= 16
+    else:
+        i, start, left = i_a, start_a, left_a
+        i_a = i_b
+        start_a, left_a = token_range(offsets_ptr, pid_b)
+        i_b = next_passage(i_b, step, GROUP)
+        pid_b = pid_at(pids_ptr, i_b, n, HAS_PIDS)
+    return i, start, left, i_a, start_a, left_a, i_b, pid_b
+
+
+@triton.jit
+def tile_tokens(start, left, row):
+    """Tokens of rows g and g + 8 of a tile with ``left`` tokens to the passage's end: past it, the last one again."""
+    return start + tl.minimum(left - 1, row), start + tl.minimum(left - 1, row + 8)

@@ -313,9 +313,11 @@ def pq_maxsim(
     chosen = _choose(impl, Q)
     rows = out.view(Q3.size(0), out.size(-1))
     if chosen == "triton":
-        from . import pq_kernel
+        from . import pq_fast_kernel, pq_kernel, tuning
 
-        pq_kernel.pq_maxsim(Q3, codes, codebook, offsets, pids, rows, count)
+        fast = tuning.pq_is_fast(tuning.arch(device), M, DIM)
+        launch = pq_fast_kernel.pq_maxsim if fast else pq_kernel.pq_maxsim
+        launch(Q3, codes, codebook, offsets, pids, rows, count)
         return out
     n = _host_count(rows[0], count)
     selected = None if pids is None else pids[:n]

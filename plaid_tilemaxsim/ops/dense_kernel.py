@@ -20,7 +20,7 @@ from . import tuning
 
 
 @triton.jit
-def _query_block(
+def query_block(
     Q_ptr, d0, NQ, LQ, query_stride,
     DIM: tl.constexpr, LQP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -59,7 +59,7 @@ def _tile_best(
 
 
 @triton.jit
-def _write_scores(
+def write_scores(
     best, out_ptr, i, n, NQ, LQ, HAS_BASE: tl.constexpr, LQP: tl.constexpr, BLOCK_Q: tl.constexpr
 ):  # fmt: skip
     """Sums the maxima of each query's columns into out[query, i]."""
@@ -87,7 +87,7 @@ def _dense_maxsim_kernel(
         last = tl.minimum(tl.load(count_ptr), n)
     qs = ()
     for k in tl.static_range(PIECES):
-        piece = _query_block(Q_ptr, k * BLOCK_D, NQ, LQ, query_stride, DIM, LQP, BLOCK_Q, BLOCK_D)
+        piece = query_block(Q_ptr, k * BLOCK_D, NQ, LQ, query_stride, DIM, LQP, BLOCK_Q, BLOCK_D)
         qs = qs + (piece,)  # type: ignore[assignment]  # noqa: RUF005 (triton knows no unpacking)
     if ONE_TILE:
         # padded, ND <= BLOCK_N: the loads run ahead from passage to passage
@@ -97,7 +97,7 @@ def _dense_maxsim_kernel(
                 length = tl.minimum(tl.load(lengths_ptr + i).to(tl.int32), ND)
             start = tl.cast(i, tl.int64) * ND
             best = _tile_best(D_ptr, qs, start, 0, length, DIM, FULL, PRECISION, BLOCK_N, BLOCK_Q, BLOCK_D, PIECES)
-            _write_scores(best, out_ptr, i, n, NQ, LQ, HAS_BASE, LQP, BLOCK_Q)
+            write_scores(best, out_ptr, i, n, NQ, LQ, HAS_BASE, LQP, BLOCK_Q)
     else:
         for i in range(tl.program_id(0), last, tl.num_programs(0)):
             pid = tl.cast(i, tl.int64)
@@ -115,7 +115,7 @@ def _dense_maxsim_kernel(
             for t in tl.range(0, length, BLOCK_N, num_stages=STAGES):
                 tile = _tile_best(D_ptr, qs, start, t, length, DIM, FULL, PRECISION, BLOCK_N, BLOCK_Q, BLOCK_D, PIECES)
                 best = tl.maximum(best, tile)
-            _write_scores(best, out_ptr, i, n, NQ, LQ, HAS_BASE, LQP, BLOCK_Q)
+            write_scores(best, out_ptr, i, n, NQ, LQ, HAS_BASE, LQP, BLOCK_Q)
 
 
 def dense_maxsim(

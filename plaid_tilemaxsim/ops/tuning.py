@@ -2,7 +2,8 @@
 
 ``arch`` is the compute capability as one number (80, 89, 90, 100). The choices were measured on sm_90
 (H200) where a comment says so; for the others they are a best guess from shared memory, registers and
-bandwidth per multiprocessor.
+bandwidth per multiprocessor. ``plaid-tilemaxsim tune`` measures others for the chip that it runs on (:func:`load`):
+those of the fields that a function is marked with.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+
+from . import tuned
+from .tuned import tunable
 
 # Programs that stand for "a multiple of the multiprocessors" in the interpreter, which runs them one by one.
 _INTERPRETER_SMS = 3
@@ -44,6 +48,17 @@ def num_sms(device: torch.device) -> int:
     return _device_properties(device)[1]
 
 
+def load(path: str | os.PathLike[str], device: torch.device | str = "cuda") -> None:
+    """Takes the choices of a file that ``plaid-tilemaxsim tune`` wrote on a chip of the device's kind, for this process.
+
+    See :func:`.tuned.load`. Raises ValueError with the file, the field, what was expected and found.
+    """
+    device = torch.device(device)
+    if device.type != "cuda" and not interpreted():
+        raise ValueError(f"{os.fspath(path)}: expected a CUDA device to take its choices for, got {device}")
+    tuned.load(path, arch(device))
+
+
 def dim_block(DIM: int, largest: int) -> int:
     """Largest power of two in 16..``largest`` that divides DIM, else the smallest that covers most of it."""
     block = largest
@@ -62,6 +77,7 @@ class CentroidScoresBlocks:
     programs_per_sm: int
 
 
+@tunable("centroid_scores", num_warps=(4, 8), num_stages=(1, 2, 3), programs_per_sm=(1, 2, 3, 4))
 def centroid_scores_blocks(arch: int, LQP: int, DIM: int) -> CentroidScoresBlocks:
     """32 KB of centroids a stage at DIM = 128, two programs an SM (one with the 99 KB of sm_89).
 
@@ -86,6 +102,7 @@ class CentroidBlocks:
     programs_per_sm: int
 
 
+@tunable("centroid", BLOCK_N=(16, 32, 64, 128), programs_per_sm=(8, 12, 16, 20, 24, 28, 32))
 def centroid_blocks(arch: int, LQP: int) -> CentroidBlocks:
     """Single-warp programs; a tile of rows is BLOCK_N x BLOCK_Q x 2 bytes of registers (32 per thread at 64 x 32)."""
     return CentroidBlocks(
@@ -107,6 +124,13 @@ class ResidualBlocks:
     programs_per_sm: int
 
 
+@tunable(
+    "residual_portable",
+    BLOCK_N=(16, 32, 64),
+    num_warps=(1, 2, 4),
+    num_stages=(1, 2, 3),
+    programs_per_sm=(2, 4, 8, 12, 16),
+)
 def residual_blocks(arch: int, nbits: int, DIM: int, LQP: int) -> ResidualBlocks:
     """The portable kernel. Up to DIM 128 and 32 columns the query's fragments fit one warp's registers (64 of them)."""
     PD = DIM * nbits // 8
@@ -139,6 +163,51 @@ def residual_is_fast(arch: int, nbits: int, DIM: int) -> bool:
 
 
 @dataclass(frozen=True)
+class PQBlocks:
+    BLOCKS: int  # blocks of 32 query tokens that share a decode
+    group: int  # consecutive passages to one program, when there are many
+    maxnreg: int | None
+    programs_per_sm: int
+
+
+@tunable(
+    "pq",
+    BLOCKS=(1, 2, 4),
+    group=(1, 16, 64),
+    maxnreg=(None, 128, 168),
+    programs_per_sm=(8, 12, 16),
+)
+def pq_blocks(arch: int, DIM: int, blocks: int) -> PQBlocks:
+    """The fast kernel (``pq_fast_kernel``) for a number of blocks of 32 query tokens. Not measured yet."""
+    if blocks == 1:
+        return PQBlocks(BLOCKS=1, group=16, maxnreg=168 if DIM <= 128 else None, programs_per_sm=12)
+    return PQBlocks(BLOCKS=4, group=16, maxnreg=None, programs_per_sm=8)
+
+
+@dataclass(frozen=True)
+class PQPortableBlocks:
+    LQP: int
+    BLOCK_N: int
+    BLOCK_Q: int
+    BLOCK_D: int
+    programs_per_sm: int
+
+
+def pq_portable_blocks(DIM: int, LQ: int, NQ: int) -> PQPortableBlocks:
+    """The portable kernel: up to 128 columns, a few short queries together."""
+    LQP = min(128, max(16, 1 << (LQ - 1).bit_length()))
+    BLOCK_Q = LQP * (min(1 << (NQ - 1).bit_length(), 128 // LQP) if LQ <= LQP else 1)
+    return PQPortableBlocks(LQP=LQP, BLOCK_N=32, BLOCK_Q=BLOCK_Q, BLOCK_D=dim_block(DIM, 128), programs_per_sm=4)
+
+
+def pq_is_fast(arch: int, M: int, DIM: int) -> bool:
+    """Whether PQ MaxSim runs ``pq_fast_kernel`` (inline PTX) or the portable ``pq_kernel``."""
+    from . import pq_fast_kernel
+
+    return not interpreted() and arch >= 80 and pq_fast_kernel.supported(M, DIM)
+
+
+@dataclass(frozen=True)
 class DenseBlocks:
     LQP: int
     BLOCK_N: int
@@ -154,6 +223,13 @@ _SHARED_BYTES = {80: 150 << 10, 90: 210 << 10, 100: 210 << 10}
 _SHARED_BYTES_SMALL = 92 << 10
 
 
+@tunable(
+    "dense",
+    BLOCK_N=(16, 32, 64, 128),
+    num_warps=(1, 2, 4, 8),
+    num_stages=(2, 3, 4),
+    programs_per_sm=(1, 2, 3, 4, 6, 8, 12),
+)
 def dense_blocks(
     arch: int, itemsize: int, DIM: int, LQ: int, NQ: int, fixed_length: int | None, precision: str = "ieee"
 ) -> DenseBlocks:

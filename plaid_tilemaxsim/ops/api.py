@@ -272,10 +272,11 @@ def dense_maxsim(
 
         dense_kernel.dense_maxsim(Q3, D, lengths, offsets, pids, out, count, precision)
     else:
-        from . import eager
+        from . import cpu, eager
 
-        m = n if count is None else min(n, int(count))
-        out[:, :m] = eager.dense_maxsim(Q3, D, lengths, offsets, pids)[:, :m]
+        run = cpu.dense_maxsim if chosen == "torch" else eager.dense_maxsim
+        m = _host_count(out[0], count)
+        out[:, :m] = run(Q3, D, lengths, offsets, None if pids is None else pids[:m])[:, :m]
     return out.view(n) if Q.dim() == 2 else out
 
 

@@ -160,6 +160,24 @@ def pq_maxsim(Q: Tensor, codes: Tensor, codebook: Tensor, offsets: Tensor, pids:
     return scores
 
 
+def dense_maxsim(Q: Tensor, D: Tensor, lengths: Tensor | None, offsets: Tensor | None, pids: Tensor | None) -> Tensor:
+    """MaxSim of embeddings, padded or packed as in :func:`.api.dense_maxsim`, in fp32: ``[NQ, n]``."""
+    if offsets is not None:
+        first, lengths = _passages(offsets, pids)
+    else:
+        B, ND = D.size(0), D.size(1)
+        first = torch.arange(B) * ND
+        lengths = torch.full_like(first, ND) if lengths is None else lengths.long()
+        D = D.flatten(0, 1)
+    scores = torch.where(lengths > 0, 0.0, -torch.inf).repeat(Q.size(0), 1)
+    for query, sums in zip(Q, scores):
+        for q in query.float().split(_QUERY_BLOCK):
+            for passages, tokens in _tiles(first, lengths, len(q)):
+                tile = torch.embedding(D, tokens).float() @ q.T  # [m, L, LQ]
+                sums[passages] += _amax(tile).sum(1)
+    return scores
+
+
 def select_top(scores: Tensor, pids: Tensor, m: int) -> tuple[Tensor, Tensor]:
     """The ``m`` best (pids, scores) in input order; of those tied at the cut, the smallest pids.
 
@@ -285,6 +303,15 @@ def byte_table(nbits: int, bucket_weights: Tensor) -> Tensor:
         # The least significant bit of an index is the highest of its slot.
         index |= ((byte >> (7 - bit - slot * nbits)) & 1) << bit
     return bucket_weights.float()[index]
+
+
+def decompress(codes: Tensor, residuals: Tensor, centroids: Tensor, table: Tensor) -> Tensor:
+    """fp32 [n, DIM] of codes int [n], residuals uint8 [n, PD], centroids fp32 [C, DIM], table = byte_table(...).
+
+    Centroid plus residual, not normalised.
+    """
+    embeddings = torch.embedding(table, residuals.int()).view(codes.numel(), -1)
+    return embeddings.add_(torch.index_select(centroids, 0, codes))
 
 
 def _inverse_norms(inv_norms: Tensor, lo: float, step: float, tokens: Tensor) -> Tensor:

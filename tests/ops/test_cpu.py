@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from plaid_tilemaxsim import compat
 from plaid_tilemaxsim.index.files import read_index
@@ -139,6 +140,46 @@ def test_pq_maxsim_matches_the_oracle(NQ, LQ, DIM, M, negative, impl, tiles):
     assert (out[:, 2:] == 7).all()
     assert torch.equal(out[:, :2].isinf(), got[:, pids[:2]].isinf())
     assert api.pq_maxsim(Q, codes, codebook, offsets, pids[:0], impl=impl).shape == (NQ, 0)
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize(("NQ", "LQ", "DIM"), [(1, 1, 64), (3, 5, 96), (1, 130, 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_dense_maxsim_matches_the_oracle(NQ, LQ, DIM, dtype, sign, impl, tiles):
+    g = torch.Generator().manual_seed(LQ)
+    offsets = torch.tensor([0, *LENGTHS]).cumsum(0)
+    Q = normalize(torch.randn(NQ, LQ, DIM, generator=g), dim=-1)
+    D = normalize(torch.randn(int(offsets[-1]), DIM, generator=g), dim=-1)
+    if sign < 0:
+        Q, D = Q.abs(), -D.abs()
+    Q, D = Q.to(dtype), D.to(dtype)
+    got = api.dense_maxsim(Q, D, offsets=offsets, impl=impl)
+    padded = D.new_full((len(LENGTHS), max(LENGTHS), DIM), torch.nan)
+    for row, start, length in zip(padded, offsets.tolist(), LENGTHS):
+        row[:length] = D[start : start + length]
+    same = api.dense_maxsim(Q, padded, lengths=torch.tensor(LENGTHS), impl=impl)
+    pids = torch.tensor([13, 0, 5, 5, 15, 1], dtype=torch.int32)
+    out, count = torch.full((NQ, 6), 7.0), torch.tensor([4], dtype=torch.int32)
+    api.dense_maxsim(Q, D, offsets=offsets, pids=pids, out=out, count=count, impl=impl)
+    assert (out[:, 4:] == 7).all()
+    for q, scores, again, some in zip(Q, got, same, out, strict=True):
+        want = reference.maxsim(q, D, offsets)
+        # five standard deviations: DIM additions a similarity, each off by U32 / sqrt(3) of at most 1
+        tolerance = 5 * (LQ * DIM / 3) ** 0.5 * U32
+        assert_scores(scores, want, tolerance)
+        assert_scores(again, want, tolerance)
+        assert_scores(some[:4], want[pids[:4].long()], tolerance)
+        assert sign > 0 or (want[1:-1] < 0).all()
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_decompress_is_the_oracles_before_it_normalises(bits):
+    c = make_collection("cpu", 1, 64, bits)
+    got = cpu.decompress(c.codes, c.residuals, c.centroids.float(), cpu.byte_table(bits, c.bucket_weights))
+    want = reference.decompress(c.codes, c.residuals, c.centroids, c.bucket_weights, bits)
+    assert (normalize(got.double(), dim=1) - want).abs().max() <= 2 * U32
+    assert (normalize(got.double(), dim=1).roll(1, 0) - want).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.05, 0.6, 1.0])

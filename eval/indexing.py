@@ -31,7 +31,16 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from eval.cache import atomic_folder, cache_root, read_json, sha256_json, sha256_strings, versions, write_json
+from eval.cache import (
+    atomic_folder,
+    cache_root,
+    read_json,
+    sha256_file,
+    sha256_json,
+    sha256_strings,
+    versions,
+    write_json,
+)
 from eval.checkpoint import checkpoint_identity
 from plaid_tilemaxsim import compat
 
@@ -202,6 +211,7 @@ def build_index(
     nbits: int = 2,
     doc_maxlen: int | None = None,
     kmeans_niters: int = 4,
+    centroids: str | os.PathLike[str] | None = None,
     cache: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Path:
@@ -209,6 +219,8 @@ def build_index(
 
     `Searcher(index=FOLDER)` needs nothing else: checkpoint and collection are in its metadata by path.
     manifest.json beside the index files records data, checkpoint, versions, seeds and seconds.
+    centroids: centroids.pt of an earlier index of this collection ([C, DIM]), taken instead of training them: for a
+    machine without faiss. C must be what stock would train.
     Raises ValueError when DIM does not fit NBITS (stock needs DIM % (8 * NBITS) == 0).
     """
     settings = _settings(checkpoint)
@@ -223,6 +235,7 @@ def build_index(
         "doc_maxlen": doc_maxlen,
         "kmeans_niters": kmeans_niters,
         "versions": versions(*ENCODING_VERSIONS, "faiss-cpu", "faiss-gpu", "numpy"),
+        **({} if centroids is None else {"centroids": sha256_file(centroids)}),
     }
     root = cache_root(cache)
     name = f"{_slug(dataset.name)}.{_slug(key['checkpoint']['name'])}.{nbits}bit.{sha256_json(key)[:8]}"
@@ -235,7 +248,7 @@ def build_index(
     with atomic_folder(folder) as temporary:
         _run_stock_indexer(
             checkpoint, collection, dataset, embeddings, temporary, folder, progress,
-            {"nbits": nbits, "doc_maxlen": doc_maxlen, "kmeans_niters": kmeans_niters},
+            {"nbits": nbits, "doc_maxlen": doc_maxlen, "kmeans_niters": kmeans_niters}, centroids,
         )  # fmt: skip
         metadata = read_json(temporary / "metadata.json")
         write_json(
@@ -339,17 +352,20 @@ def _run_stock_indexer(
     folder: Path,
     progress: bool,
     options: dict[str, int],
+    given: str | os.PathLike[str] | None,
 ) -> None:
     compat.apply()
     import colbert.indexing.collection_indexer as stock
     import colbert.indexing.utils as stock_utils
+    import torch
     from colbert import Indexer
     from colbert.infra import ColBERTConfig, Run, RunConfig
 
-    try:
-        import faiss  # noqa: F401 (stock only warns, and fails after the encoding)
-    except ImportError as error:
-        raise ValueError("expected faiss, which colbert-ai trains centroids with: pip install faiss-cpu") from error
+    if given is None:
+        try:
+            import faiss  # noqa: F401 (stock only warns, and fails after the encoding)
+        except ImportError as error:
+            raise ValueError("expected faiss, which colbert-ai trains centroids with: pip install faiss-cpu") from error
 
     stages = tqdm(total=3, desc=f"{dataset.name}: k-means", bar_format="{desc} [{elapsed}]", disable=not progress)
     kmeans, compress = stock.compute_faiss_kmeans, stock.ResidualCodec.compress_into_codes
@@ -358,7 +374,12 @@ def _run_stock_indexer(
         def compute() -> torch.Tensor:
             return kmeans(dim, partitions, niters, sample)
 
-        centroids = _remembered("centroids", [sample[0][0]], [partitions, niters], embeddings.folder, compute)
+        if given is None:
+            centroids = _remembered("centroids", [sample[0][0]], [partitions, niters], embeddings.folder, compute)
+        else:
+            centroids = torch.load(given, weights_only=True, map_location="cpu").float()
+            if centroids.shape != (partitions, dim):
+                raise ValueError(f"{given}: expected centroids [{partitions}, {dim}], got {list(centroids.shape)}")
         stages.set_description(f"{dataset.name}: {options['nbits']}-bit residuals")
         return centroids
 

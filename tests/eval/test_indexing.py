@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -216,3 +217,23 @@ def test_settings_make_other_caches(checkpoint: Path, dataset: Dataset, tmp_path
     assert cut.all()[1].max() == 9
     assert whole.all()[1].max() > 9
     assert json.loads((cut.folder / "manifest.json").read_text())["doc_maxlen"] == 9
+
+
+def test_given_centroids_need_no_faiss(
+    indexes: dict[int, Path], checkpoint: Path, dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    trained = indexes[2] / "centroids.pt"
+    built = build_index(checkpoint, dataset, nbits=1, centroids=trained, cache=tmp_path, progress=False)
+    assert built.name != indexes[1].name  # a cache must not take one for the other
+    before, after = load(indexes[2], "centroids.pt")[0].float(), load(built, "centroids.pt")[0].float()
+    assert (before - after).abs().max() <= 2**-11  # stock normalises them again: one step of fp16 near 1
+    decoded = decode(read_index(built))
+    vectors, _ = encode_texts(checkpoint, dataset.passages, progress=False)
+    assert (decoded - vectors.float()).norm(dim=1).mean() < 0.5
+    short = tmp_path / "short.pt"
+    torch.save(load(indexes[2], "centroids.pt")[0][:-1], short)
+    with pytest.raises(ValueError, match=r"expected centroids \["):
+        build_index(checkpoint, dataset, nbits=2, centroids=short, cache=tmp_path, progress=False)
+    with pytest.raises(ValueError, match="faiss"):
+        build_index(checkpoint, dataset, nbits=2, cache=tmp_path, progress=False)

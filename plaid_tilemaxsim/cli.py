@@ -1,4 +1,4 @@
-"""The command line: ``plaid-tilemaxsim run | inspect | warmup | env``."""
+"""The command line: ``plaid-tilemaxsim run | inspect | warmup | tune | env``."""
 
 from __future__ import annotations
 
@@ -61,6 +61,20 @@ def _parser() -> argparse.ArgumentParser:
     warmup.add_argument("--query-maxlen", type=int, default=32, help="query tokens (default: %(default)s)")
     warmup.add_argument("--scorer-options", type=_json_object, metavar="JSON", help="as in ColBERTConfig")
     warmup.set_defaults(command=_warmup)
+
+    tune = commands.add_parser(
+        "tune",
+        help="measure block choices on this GPU, into a file for the scorer option `tuning`",
+        description="Tries other block choices for every kernel on synthetic data, each checked against an fp64 oracle "
+        "before it is timed, and writes those that are faster than the built-in ones. The file holds for GPUs of this "
+        """kind and is used where asked for: scorer_options={"tuning": FILE}, or PLAID_TILEMAXSIM_TUNING=FILE.""",
+    )
+    tune.add_argument("--out", metavar="FILE", default="tuning.json", help="file to write (default: %(default)s)")
+    tune.add_argument("--only", metavar="KERNELS", help="kernels to tune, as in dense,centroid,residual,pq")
+    tune.add_argument(
+        "--quick", action="store_true", help="only the shapes of a search with 32 tokens of 128 dimensions"
+    )
+    tune.set_defaults(command=_tune)
 
     env = commands.add_parser("env", help="versions, devices and what they mean for the plugin")
     env.set_defaults(command=_env)
@@ -164,6 +178,10 @@ def _warmup(args: argparse.Namespace) -> int:
     options = ScorerConfig.from_options(args.scorer_options)
     index = read_index(args.index, verify="structure")  # what load_resident checks by itself is left to it
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if options.tuning is not None:
+        from plaid_tilemaxsim.ops import tuning
+
+        tuning.load(options.tuning, device)
     engine = SearchEngine(load_resident(index, device, options.placement), impl=options.impl)
     for k in args.k:
         params = with_defaults(k, mode=options.mode, prefilter=options.prefilter, query_maxlen=args.query_maxlen)
@@ -174,6 +192,23 @@ def _warmup(args: argparse.Namespace) -> int:
         milliseconds = (time.perf_counter() - compiled) * 1e3
         print(f"k={k}: ready after {compiled - began:.1f} s; a search takes {milliseconds:.2f} ms on {device}")
     engine.close()
+    return 0
+
+
+def _tune(args: argparse.Namespace) -> int:
+    import torch
+
+    from plaid_tilemaxsim import tuner
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    only = set(args.only.split(",")) if args.only else None
+    try:
+        table = tuner.tune(device, only, args.quick, report=lambda line: print(line, flush=True))
+    except ValueError as error:
+        print(f"plaid-tilemaxsim: {error}", file=sys.stderr)
+        return 2
+    tuner.write(args.out, table)
+    print(f"{args.out}: {len(table['entries'])} choices for {table['gpu']}")
     return 0
 
 

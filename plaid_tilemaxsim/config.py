@@ -31,6 +31,8 @@ class ScorerConfig:
                 lists too (which are checked at load in any case)
     prefilter   in mode "exhaustive", the number of passages that centroid scores alone keep for exact
                 scoring; None scores all exactly
+    tuning      file that ``plaid-tilemaxsim tune`` wrote on a GPU of this kind: its block choices, for the whole
+                process, instead of the built-in ones; None leaves them as they are
 
     The environment variable PLAID_TILEMAXSIM_<NAME> sets the default of option <name>.
     Raises ValueError with the valid names or values.
@@ -41,6 +43,7 @@ class ScorerConfig:
     impl: str = "auto"
     verify: str = "structure"
     prefilter: int | None = None
+    tuning: str | None = None
 
     def __post_init__(self) -> None:
         for name, valid in _CHOICES.items():
@@ -52,6 +55,8 @@ class ScorerConfig:
             raise ValueError(f"scorer option prefilter: expected None or an integer >= 1, got {n!r}")
         if n is not None and self.mode != "exhaustive":
             raise ValueError(f"scorer option prefilter: expected None in mode {self.mode!r}, got {n!r}")
+        if self.tuning is not None and not (isinstance(self.tuning, str) and self.tuning):
+            raise ValueError(f"scorer option tuning: expected None or the path of a file, got {self.tuning!r}")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | ScorerConfig | None) -> ScorerConfig:

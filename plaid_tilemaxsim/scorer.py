@@ -42,6 +42,10 @@ def _build_engine(index: PlaidIndex, device: torch.device, options: ScorerConfig
     from plaid_tilemaxsim.engine import SearchEngine
     from plaid_tilemaxsim.index.resident import load_resident
 
+    if options.tuning is not None:
+        from plaid_tilemaxsim.ops import tuning
+
+        tuning.load(options.tuning, device)
     return SearchEngine(load_resident(index, device, options.placement), impl=options.impl)
 
 
@@ -72,7 +76,7 @@ class TileMaxSimScorer(IndexScorer):
         self._lock = threading.RLock()
         self._warned: set[str] = set()
         self._engine: SearchEngine | None = None
-        self._engine_key: tuple[str, str] | None = None
+        self._engine_key: tuple[str, str, str | None] | None = None
         self._engine_state: tuple[Any, ...] | None = None  # None: the engine was built from the files
         self._reachable: Tensor | None = None
 
@@ -295,7 +299,7 @@ class TileMaxSimScorer(IndexScorer):
         return not _same(built, self._stock_state())
 
     def _get_engine(self, options: ScorerConfig) -> SearchEngine:
-        key = (options.placement, options.impl)
+        key = (options.placement, options.impl, options.tuning)
         engine = self._engine
         if engine is not None and self._engine_key == key and not self._stale():
             return engine

@@ -26,7 +26,7 @@ def test_is_frozen():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"moed": "plaid"}, r"expected names from \['mode', .*'prefilter'\], got 'moed'"),
+        ({"moed": "plaid"}, r"expected names from \['mode', .*'tuning'\], got 'moed'"),
         ({"mode": "fast"}, r"mode: expected one of \['plaid', 'rerank', 'exhaustive'\], got 'fast'"),
         ({"placement": "cpu"}, "placement: expected one of"),
         ({"impl": None}, "impl: expected one of"),
@@ -35,6 +35,8 @@ def test_is_frozen():
         ({"mode": "exhaustive", "prefilter": 0}, "prefilter: expected None or an integer >= 1, got 0"),
         ({"mode": "exhaustive", "prefilter": True}, "prefilter: .* got True"),
         ({"prefilter": 100}, "prefilter: expected None in mode 'plaid', got 100"),
+        ({"tuning": 7}, "tuning: expected None or the path of a file, got 7"),
+        ({"tuning": ""}, "tuning: expected None or the path of a file, got ''"),
         ("exhaustive", "scorer_options: expected a dict or None, got str"),
     ],
 )

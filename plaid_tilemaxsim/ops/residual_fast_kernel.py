@@ -32,6 +32,7 @@ from torch import Tensor
 
 from . import tuning
 from .api import CentroidScores
+from .tuned import tunable
 from .warp_tiles import Ptx, advance, load, next_passage, pid_at, reduce_ptx, tile_tokens, token_range
 
 # The workspace of a block of query tokens, in words: decode table at 0, BIAS at 8, a constant per query token at 32, Q
@@ -544,6 +545,7 @@ class Launch:
     maxnreg: int | None
 
 
+@tunable("residual", programs_per_sm=(8, 12, 14, 16), unroll=(1, 2), group=(1, 16, 64), maxnreg=(None, 128, 168))
 def launch_for(arch: int, nbits: int, DIM: int, LQ: int) -> Launch:
     """Choice for a chip and a shape."""
     if DIM > 128:  # Q is read from L1 for every tile, so registers are no constraint; not measured

@@ -49,10 +49,12 @@ def num_sms(device: torch.device) -> int:
 
 
 def load(path: str | os.PathLike[str], device: torch.device | str = "cuda") -> None:
-    """Takes the choices of a file that ``plaid-tilemaxsim tune`` wrote on a chip of the device's kind, for this process.
+    """Takes the choices of a file of ``plaid-tilemaxsim tune``, made on a chip of the device's kind, for this process.
 
     See :func:`.tuned.load`. Raises ValueError with the file, the field, what was expected and found.
     """
+    from . import residual_fast_kernel  # noqa: F401 (its choice function lives there)
+
     device = torch.device(device)
     if device.type != "cuda" and not interpreted():
         raise ValueError(f"{os.fspath(path)}: expected a CUDA device to take its choices for, got {device}")

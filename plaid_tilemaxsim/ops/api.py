@@ -317,6 +317,10 @@ def pq_maxsim(
         from . import pq_fast_kernel, pq_kernel, tuning
 
         fast = tuning.pq_is_fast(tuning.arch(device), M, DIM)
+        if fast:
+            _aligned("codes", codes, M // 4)
+            _aligned("codebook", codebook, 16)
+            _require("codes", codes.size(0) < 2**32, "fewer than 2**32 tokens", codes.size(0))
         launch = pq_fast_kernel.pq_maxsim if fast else pq_kernel.pq_maxsim
         launch(Q3, codes, codebook, offsets, pids, rows, count)
         return out

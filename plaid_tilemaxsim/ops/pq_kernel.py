@@ -45,7 +45,8 @@ def _pq_maxsim_kernel(
                 # [BLOCK_N, BLOCK_D]
                 mask = live[:, None] & (d < DIM)[None, :]
                 code = tl.load(codes_ptr + (start + t + tok)[:, None] * M + (d // SUB)[None, :], mask=mask, other=0)
-                e = tl.load(codebook_ptr + ((d // SUB * 256)[None, :] + code) * SUB + (d % SUB)[None, :], mask=mask)
+                at = codebook_ptr + ((d // SUB * 256)[None, :] + code) * SUB + (d % SUB)[None, :]
+                e = tl.load(at, mask=mask, other=0.0)  # dimensions past DIM meet zeros of q, and must not be NaN
                 q = query_block(Q_ptr, k * BLOCK_D, NQ, LQ, query_stride, DIM, LQP, BLOCK_Q, BLOCK_D)
                 s = tl.dot(e, q, s)
             best = tl.maximum(best, tl.max(tl.where(live[:, None], s, float("-inf")), 0))

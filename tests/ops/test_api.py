@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from plaid_tilemaxsim.ops import api, tuning
-from tests.ops.ragged import make_collection
+from tests.ops.ragged import make_collection, make_pq
 
 
 @pytest.fixture
@@ -111,6 +111,15 @@ def test_residuals_that_vector_loads_cannot_read_are_refused(nbits, DIM, nbytes,
     message = f"residuals: expected an address that is a multiple of {nbytes} bytes, got one 1 bytes past it"
     with pytest.raises(ValueError, match=message):
         api.residual_maxsim(**arguments, impl="triton")
+
+
+def test_pq_codes_that_vector_loads_cannot_read_are_refused(monkeypatch):
+    monkeypatch.setattr(tuning, "pq_is_fast", lambda *shape: True)
+    Q, codes, codebook, offsets = make_pq("cpu", 1, 5, 64, 16)
+    stored = torch.cat([codes.new_zeros(2), codes.flatten()])[2:].view_as(codes)
+    message = "codes: expected an address that is a multiple of 4 bytes, got one 2 bytes past it"
+    with pytest.raises(ValueError, match=message):
+        api.pq_maxsim(Q, stored, codebook, offsets, impl="triton")
 
 
 @pytest.mark.parametrize(

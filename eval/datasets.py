@@ -15,9 +15,11 @@ every form:
 
 - Queries are those of the split's judgments, in the order of the query file; a file may hold more.
 - A passage's text is "title text"; an empty passage stays, and is encoded as its markers alone.
-- Where a query's id is also a passage's id, that passage is the query itself and is left out of its results
-  (`Dataset.own_passage`), unless it is judged relevant: then the equal ids are a coincidence.
-- An unjudged passage counts as 0.
+- BEIR's own rule for BEIR data (folders, archives, `beir/...` ids) and nowhere else: a passage with the query's id is
+  left out of that query's results before the cut at k, judged or not (`Dataset.own_passage`). ArguAna and Quora need
+  it. In MS MARCO equal ids mean nothing, and nothing is left out.
+- As in ir_measures and trec_eval: means are over the judged queries, one that finds nothing counts as 0; a query
+  without judgments counts nowhere; an unjudged passage has grade 0, and so have negative grades.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class Dataset:
     `passage_ids[pid]` is the id of the passage that an index calls `pid`; `passages[pid]` its text. `queries[i]` has
     id `query_ids[i]`, and every one of them has judgments. `qrels[query_id][passage_id]` is a grade, 0 = not relevant;
     it may name passages that the collection lacks (counted as `judged_missing`): these are never retrieved. `source`
-    names a file or an id, never a machine's path.
+    names a file or an id, never a machine's path. `removes_own`: BEIR's rule of equal ids applies.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Dataset:
     split: str = ""
     source: str = ""
     details: dict[str, Any] = field(default_factory=dict)
+    removes_own: bool = False
 
     @cached_property
     def pids(self) -> dict[str, int]:
@@ -97,10 +100,8 @@ class Dataset:
         }
 
     def own_passage(self, query_id: str) -> int | None:
-        """The pid to leave out of this query's results because it is the query itself, or None."""
-        if self.qrels[query_id].get(query_id, 0) > 0:
-            return None
-        return self.pids.get(query_id)
+        """The pid to leave out of this query's results because it has the query's id, or None."""
+        return self.pids.get(query_id) if self.removes_own else None
 
     def identity(self) -> dict[str, Any]:
         """What a result must record to say which data it is about (JSON-ready)."""
@@ -217,6 +218,7 @@ def load_beir(
     return _assemble(
         name or path.name.removesuffix(".gz").removesuffix(".tar").removesuffix(".tgz"),
         passage_ids, passages, texts, qrels, chosen, path.name, (files.label(queries), files.label(splits[chosen])),
+        removes_own=True,
     )  # fmt: skip
 
 
@@ -246,7 +248,8 @@ def load_msmarco(
 def load_ir_dataset(identifier: str, *, progress: bool = True) -> Dataset:
     """A data set of the `ir_datasets` library, which downloads what it lacks.
 
-    A passage is `doc.default_text()`; a query likewise.
+    A passage is `doc.default_text()` without outer white space, so that `beir/X` equals the BEIR folder of X; a query
+    likewise. Ids that begin with `beir/` follow BEIR's rule of equal ids.
     Raises ValueError when the id is unknown or has no passages, queries or judgments.
     """
     if importlib.util.find_spec("ir_datasets") is None:
@@ -263,14 +266,17 @@ def load_ir_dataset(identifier: str, *, progress: bool = True) -> Dataset:
     passage_ids, passages = [], []
     for doc in tqdm(source.docs_iter(), desc=f"{identifier} passages", unit=" passages", disable=not progress):
         passage_ids.append(doc.doc_id)
-        passages.append(doc.default_text())
+        passages.append(doc.default_text().strip())
     texts = {query.query_id: query.default_text() for query in source.queries_iter()}
     qrels: dict[str, dict[str, int]] = {}
     for judgment in source.qrels_iter():
         qrels.setdefault(judgment.query_id, {})[judgment.doc_id] = int(judgment.relevance)
     where = f"ir_datasets {identifier}"
     name = identifier.replace("/", "-")
-    return _assemble(name, passage_ids, passages, texts, qrels, "", f"ir_datasets:{identifier}", (where, where))
+    return _assemble(
+        name, passage_ids, passages, texts, qrels, "", f"ir_datasets:{identifier}", (where, where),
+        removes_own=identifier.startswith("beir/"),
+    )  # fmt: skip
 
 
 def write_beir(
@@ -343,6 +349,8 @@ def _assemble(
     split: str,
     source: str,
     where: tuple[str, str],
+    *,
+    removes_own: bool = False,
 ) -> Dataset:
     queries_file, qrels_file = where
     if not passages:
@@ -357,7 +365,7 @@ def _assemble(
     query_ids = [query_id for query_id in texts if query_id in qrels]
     dataset = Dataset(
         name, passage_ids, passages, query_ids, [texts[query_id] for query_id in query_ids],
-        {query_id: qrels[query_id] for query_id in query_ids}, split, source,
+        {query_id: qrels[query_id] for query_id in query_ids}, split, source, removes_own=removes_own,
     )  # fmt: skip
     if dataset.counts["judged_missing"] == dataset.counts["judgments"]:
         example = next(iter(next(iter(qrels.values()))))

@@ -115,6 +115,18 @@ class PlaidIndex:
                 digest.update(file.read_bytes())
         return digest.hexdigest()
 
+    def content_digest(self) -> str:
+        """sha256 hex over names and contents of all files: the same for every copy, at the cost of reading it all."""
+        if not self.files:
+            raise invalid(self.path, "files", "an index read from files", "one made from tensors")
+        digest = hashlib.sha256()
+        for file in sorted(self.files):
+            digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+            with file.open("rb") as data:
+                while block := data.read(1 << 22):
+                    digest.update(block)
+        return digest.hexdigest()
+
     def verify_contents(self) -> None:
         """Reads all codes and lists; ValueError unless codes in [0, C) and lists strictly rise in [0, N)."""
         for chunk in self.chunks:
@@ -203,7 +215,7 @@ def read_index(path: Path | str, *, verify: Verify = "full") -> PlaidIndex:
         raise invalid(folder, "folder", "a folder that holds a PLAID index", "none")
 
     metadata_file = folder / "metadata.json"
-    metadata = _read_json(metadata_file, dict)
+    metadata = read_json(metadata_file, dict)
     config = metadata.get("config")
     if not isinstance(config, dict):
         raise invalid(metadata_file, "config", "an object", repr(config)[:80])
@@ -300,7 +312,7 @@ def _read_chunk(folder: Path, number: int, pid_start: int, token_start: int, wid
     value = _load(residuals_file)
     residuals = check_tensor(value, residuals_file, "residuals", (torch.uint8,), (num_tokens, width))
 
-    lengths = _read_json(doclens_file, list)
+    lengths = read_json(doclens_file, list)
     if not set(map(type, lengths)) <= {int}:
         odd = next(length for length in lengths if type(length) is not int)
         raise invalid(doclens_file, "doclens", "integers", repr(odd)[:80])
@@ -310,7 +322,7 @@ def _read_chunk(folder: Path, number: int, pid_start: int, token_start: int, wid
     if sum(lengths) != num_tokens or num_tokens > INT32_MAX:
         raise invalid(doclens_file, "doclens", f"lengths adding up to the {num_tokens} codes", sum(lengths))
 
-    metadata = _read_json(metadata_file, dict)
+    metadata = read_json(metadata_file, dict)
     counts = {"passage_offset": pid_start, "num_passages": len(lengths), "num_embeddings": num_tokens}
     for name, expected in counts.items():
         if type(metadata.get(name)) is not int or metadata[name] != expected:
@@ -396,7 +408,8 @@ def _load(file: Path) -> Any:
         raise invalid(file, "content", "tensors as torch.save writes them", _first_line(error)) from error
 
 
-def _read_json(file: Path, kind: type) -> Any:
+def read_json(file: Path, kind: type) -> Any:
+    """The JSON value in a file, of type ``kind`` (dict or list); ValueError that names the file otherwise."""
     if not file.is_file():
         raise invalid(file, "file", "a file", "none")
     try:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from plaid_tilemaxsim.index.files import PlaidIndex, read_index
+from plaid_tilemaxsim.index.pq import describe_pq
 
 log = logging.getLogger("plaid_tilemaxsim")
 
@@ -140,6 +141,7 @@ def describe(path: Path | str) -> str:
         ("passages a centroid", f"{_quantiles(lists)}; {int((lists == 0).sum()):,} empty lists"),
         ("bytes searched", f"{index.nbytes:,} = " + ", ".join(f"{k} {v:,}" for k, v in sizes.items())),
     ]
+    rows += [("PQ sidecar", line) for line in describe_pq(index)]
     rows += [(f"plan {name}", str(plan_for(index, name)).partition(": ")[2]) for name in ("gpu", "host")]
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()

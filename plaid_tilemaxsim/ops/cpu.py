@@ -306,7 +306,7 @@ def byte_table(nbits: int, bucket_weights: Tensor) -> Tensor:
 
 
 def decompress(codes: Tensor, residuals: Tensor, centroids: Tensor, table: Tensor) -> Tensor:
-    """fp32 [n, DIM] of codes int [n], residuals uint8 [n, PD], centroids fp32 [C, DIM], table = byte_table(...).
+    """fp32 [n, DIM] of codes int [n], residuals uint8 [n, PD], centroids [C, DIM], table = byte_table(...).
 
     Centroid plus residual, not normalised.
     """

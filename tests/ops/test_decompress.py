@@ -1,5 +1,7 @@
 """Decompression against the oracle: consecutive rows, and passages into padded slots."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from tests.ops.ragged import LENGTHS, U16, Collection, make_collection
 SHAPES = [(64, 1), (128, 2), (96, 2), (96, 4), (64, 8), (384, 2)]
 
 
-def parts(c: Collection):
+def parts(c: Collection) -> Any:
     return c.codes, c.residuals, c.centroids, c.bucket_weights, c.nbits
 
 

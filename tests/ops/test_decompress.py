@@ -32,10 +32,10 @@ def assert_embeddings(got: torch.Tensor, want: torch.Tensor) -> None:
 def test_rows(DIM, nbits, dtype, device):
     c = make_collection(device, 1, DIM, nbits, lengths=(77,))
     out = torch.full((78, DIM), torch.nan, dtype=dtype, device=device)
-    decompress_kernel.decompress(*parts(c), out[:77])
+    decompress_kernel.decompress(*parts(c), out=out[:77])
     assert_embeddings(out[:77], oracle(c))
     assert out[77].isnan().all()
-    decompress_kernel.decompress(c.codes[:0], c.residuals[:0], *parts(c)[2:], out[:0])
+    decompress_kernel.decompress(c.codes[:0], c.residuals[:0], *parts(c)[2:], out=out[:0])
 
 
 @pytest.mark.parametrize(("first", "rows", "count"), [(0, 7, None), (3, 5, None), (0, 9, 4), (4, 5, 6), (4, 5, 2)])
@@ -48,7 +48,9 @@ def test_passages(first, rows, count, dtype, device):
     lengths = torch.full((rows,), -7, dtype=torch.int32, device=device)
     left = torch.full((1,), -7, dtype=torch.int32, device=device)
     counted = None if count is None else torch.tensor([count], dtype=torch.int32, device=device)
-    decompress_kernel.decompress_passages(*parts(c), c.offsets, pids, counted, first, out, lengths, left)
+    decompress_kernel.decompress_passages(
+        *parts(c), offsets=c.offsets, pids=pids, count=counted, first=first, out=out, lengths=lengths, left=left
+    )
     n = rows if count is None else max(0, min(rows, count - first))
     assert left.item() == n
     want, offsets = oracle(c), c.offsets.tolist()
@@ -69,7 +71,9 @@ def test_every_passage_in_order(device):
     want = oracle(c)
     for first in range(0, len(LENGTHS), R):
         rows = min(R, len(LENGTHS) - first)
-        decompress_kernel.decompress_passages(*parts(c), c.offsets, None, None, first, out[:rows], lengths, left)
+        decompress_kernel.decompress_passages(
+            *parts(c), offsets=c.offsets, pids=None, count=None, first=first, out=out[:rows], lengths=lengths, left=left
+        )
         assert left.item() == rows
         assert lengths[:rows].tolist() == list(LENGTHS[first : first + rows])
         got = torch.cat([out[i, : LENGTHS[first + i]] for i in range(rows)])

@@ -11,12 +11,13 @@ from tests.ops.ragged import LENGTHS, U16, Collection, make_collection
 SHAPES = [(64, 1), (128, 2), (96, 2), (96, 4), (64, 8), (384, 2)]
 
 
-def parts(c: Collection) -> Any:
-    return c.codes, c.residuals, c.centroids, c.bucket_weights, c.nbits
+def parts(c: Collection) -> dict[str, Any]:
+    names = ("codes", "residuals", "centroids", "bucket_weights", "nbits")
+    return {name: getattr(c, name) for name in names}
 
 
 def oracle(c: Collection) -> torch.Tensor:
-    return reference.decompress(*parts(c)).cpu()
+    return reference.decompress(**parts(c)).cpu()
 
 
 def assert_embeddings(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -32,10 +33,10 @@ def assert_embeddings(got: torch.Tensor, want: torch.Tensor) -> None:
 def test_rows(DIM, nbits, dtype, device):
     c = make_collection(device, 1, DIM, nbits, lengths=(77,))
     out = torch.full((78, DIM), torch.nan, dtype=dtype, device=device)
-    decompress_kernel.decompress(*parts(c), out=out[:77])
+    decompress_kernel.decompress(**parts(c), out=out[:77])
     assert_embeddings(out[:77], oracle(c))
     assert out[77].isnan().all()
-    decompress_kernel.decompress(c.codes[:0], c.residuals[:0], *parts(c)[2:], out=out[:0])
+    decompress_kernel.decompress(**parts(c) | {"codes": c.codes[:0], "residuals": c.residuals[:0]}, out=out[:0])
 
 
 @pytest.mark.parametrize(("first", "rows", "count"), [(0, 7, None), (3, 5, None), (0, 9, 4), (4, 5, 6), (4, 5, 2)])
@@ -49,7 +50,7 @@ def test_passages(first, rows, count, dtype, device):
     left = torch.full((1,), -7, dtype=torch.int32, device=device)
     counted = None if count is None else torch.tensor([count], dtype=torch.int32, device=device)
     decompress_kernel.decompress_passages(
-        *parts(c), offsets=c.offsets, pids=pids, count=counted, first=first, out=out, lengths=lengths, left=left
+        **parts(c), offsets=c.offsets, pids=pids, count=counted, first=first, out=out, lengths=lengths, left=left
     )
     n = rows if count is None else max(0, min(rows, count - first))
     assert left.item() == n
@@ -72,7 +73,14 @@ def test_every_passage_in_order(device):
     for first in range(0, len(LENGTHS), R):
         rows = min(R, len(LENGTHS) - first)
         decompress_kernel.decompress_passages(
-            *parts(c), offsets=c.offsets, pids=None, count=None, first=first, out=out[:rows], lengths=lengths, left=left
+            **parts(c),
+            offsets=c.offsets,
+            pids=None,
+            count=None,
+            first=first,
+            out=out[:rows],
+            lengths=lengths,
+            left=left,
         )
         assert left.item() == rows
         assert lengths[:rows].tolist() == list(LENGTHS[first : first + rows])

@@ -26,7 +26,8 @@ from torch.nn.functional import normalize
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from plaid_tilemaxsim.ops import api, reference, tuning
-from scripts.bench_residual import Data, make, times
+from scripts.kernels.clock import times
+from scripts.kernels.data import Data, make
 
 SAMPLE = 2000  # passages compared with fp64
 

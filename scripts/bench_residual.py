@@ -11,100 +11,26 @@ work (3.8 GB at 2 bits and 1.5 M passages) is far above the L2. Every variant is
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from plaid_tilemaxsim.ops import api, reference, residual_fast_kernel, residual_kernel
+from plaid_tilemaxsim.ops import api, residual_fast_kernel, residual_kernel
 from plaid_tilemaxsim.ops.residual_fast_kernel import Launch
-
-MEAN_LENGTH, SIGMA, LONGEST = 67.7, 0.40, 180
-TOLERANCE = 2e-3  # of a sum over 32 query tokens
-SAMPLE = 2000  # passages compared with fp64
-
-
-@dataclass
-class Data:
-    """A synthetic index in the layout that the kernels read, and one query."""
-
-    nbits: int
-    Q: Tensor
-    cs: api.CentroidScores
-    centroids: Tensor
-    weights: Tensor
-    codes: Tensor
-    residuals: Tensor
-    inv_norms: Tensor
-    lo: float
-    step: float
-    offsets: Tensor
-
-
-def make(nbits: int, DIM: int, LQ: int, passages: int, C: int, seed: int = 0) -> Data:
-    """Centroids and query tokens are unit vectors; residual norms are about 0.4, as in real indexes."""
-    device = torch.device("cuda")
-    gen = torch.Generator(device).manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=gen, device=device)
-
-    lengths = (normal(passages) * SIGMA + math.log(MEAN_LENGTH) - SIGMA**2 / 2).exp().round().long()
-    offsets = torch.cat((lengths.new_zeros(1), lengths.clamp(1, LONGEST).cumsum(0)))
-    T = int(offsets[-1])
-    centroids = torch.nn.functional.normalize(normal(C, DIM), dim=-1).half()
-    Q = torch.nn.functional.normalize(normal(LQ, DIM), dim=-1)
-    levels = (torch.arange(2**nbits, device=device) + 0.5) / 2**nbits
-    # quantiles of a normal distribution, not quite symmetric
-    weights = (torch.special.ndtri(levels) * 0.4 / DIM**0.5 + 3e-4).float()
-    codes = torch.randint(0, C, (T,), generator=gen, device=device, dtype=torch.int32)
-    residuals = torch.empty(T, DIM * nbits // 8, dtype=torch.uint8, device=device)
-    inverse = torch.empty(T, device=device)
-    for a in range(0, T, 1 << 21):
-        part = slice(a, a + (1 << 21))
-        rows = residuals[part]
-        rows.copy_(torch.randint(0, 256, rows.shape, generator=gen, device=device, dtype=torch.uint8))
-        decoded = reference.decode_residuals(rows, nbits, weights, torch.float32)
-        inverse[part] = 1 / (centroids[codes[part].long()].float() + decoded).norm(dim=-1)
-    lo, hi = inverse.min().item(), inverse.max().item()
-    step = (hi - lo) / 65535
-    inv_norms = ((inverse - lo) / step).round().to(torch.int32).to(torch.uint16)
-    scores = centroids.float() @ Q.T
-    scale = Q.norm(dim=-1).max() * centroids.float().norm(dim=-1).max() / 32767
-    table = torch.zeros(C, api.padded_query_length(LQ), dtype=torch.int16, device=device)
-    table[:, :LQ] = (scores / scale).round().to(torch.int16)
-    cs = api.CentroidScores(table, scale.reshape(1), LQ)
-    return Data(nbits, Q, cs, centroids, weights, codes, residuals, inv_norms, lo, step, offsets)
-
-
-def expected(data: Data, pids: Tensor) -> Tensor:
-    """Scores in fp64 from the decompressed embeddings."""
-    starts, ends = data.offsets[pids], data.offsets[pids + 1]
-    lengths = ends - starts
-    local = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
-    token = torch.arange(int(local[-1]), device=pids.device)
-    token += torch.repeat_interleave(starts - local[:-1], lengths)
-    D = reference.decompress(
-        data.codes[token], data.residuals[token], data.centroids, data.weights, data.nbits, torch.float64
-    )
-    similarities = D @ data.Q.double().T
-    owner = torch.repeat_interleave(torch.arange(len(pids), device=pids.device), lengths)
-    best = torch.full((len(pids), data.Q.size(0)), -math.inf, dtype=torch.float64, device=pids.device)
-    best.scatter_reduce_(0, owner[:, None].expand_as(similarities), similarities, "amax")
-    return best.sum(1)
+from scripts.kernels.clock import times
+from scripts.kernels.compressed import residual_check
+from scripts.kernels.data import make
 
 
 def variants(nbits: int, DIM: int, LQ: int) -> dict[str, Launch]:
@@ -118,19 +44,6 @@ def variants(nbits: int, DIM: int, LQ: int) -> dict[str, Launch]:
     if nbits == 4:
         chosen |= {"14 u1": Launch(14, 1, 16, 144)}
     return chosen
-
-
-def times(run: Callable[[], object], repeats: int) -> list[float]:
-    """Milliseconds of each of ``repeats`` runs, sorted; two warm-up runs before them."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    for _ in range(2):
-        run()
-    for event in events[:-1]:
-        event.record()
-        run()
-    events[-1].record()
-    torch.cuda.synchronize()
-    return sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))
 
 
 def registers(before: int) -> str:
@@ -150,14 +63,10 @@ def measure(nbits: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     began = time.time()
     data = make(nbits, args.dim, args.lq, args.passages, args.centroids)
     T, n = data.codes.size(0), args.passages
-    sample = torch.linspace(0, n - 1, min(SAMPLE, n), device="cuda").long()
-    want = expected(data, sample)
+    check = residual_check(data)
     print(f"{nbits} bits, DIM {args.dim}, LQ {args.lq}: {T} tokens, made in {time.time() - began:.1f} s", flush=True)
     out = torch.empty(n, device="cuda")
-    arguments = (
-        data.Q, data.cs, data.codes, data.residuals, data.inv_norms, data.lo, data.step, data.weights, nbits,
-        data.offsets,
-    )  # fmt: skip
+    arguments = (data.Q, data.cs, *data.compressed)
     launchers: dict[str, Callable[[], object]] = {
         name: partial(residual_fast_kernel.residual_maxsim, *arguments, None, out, None, launch=launch)
         for name, launch in variants(nbits, args.dim, args.lq).items()
@@ -179,10 +88,10 @@ def measure(nbits: int, args: argparse.Namespace) -> list[dict[str, Any]]:
             continue
         error: float | None = None
         if name != "centroid-only":
-            error = (out[sample] - want).abs().max().item()
-            shuffled = (out[sample].roll(1) - want).abs().max().item()
-            if error > TOLERANCE or out.isnan().any().item() or shuffled < 10 * TOLERANCE:
-                print(f"{name}: max error {error:.1e}, not timed: WRONG", flush=True)
+            verdict = check(out)
+            error = verdict.max_error
+            if not verdict.correct:
+                print(f"{name}: {verdict.reason}, max error {error:.1e}, not timed: WRONG", flush=True)
                 continue
         ms = times(run, args.repeats)
         gtok = T / statistics.median(ms) / 1e6

@@ -1,7 +1,7 @@
 """Writes the measured tables of README.md from eval/results/*.json, between their markers.
 
-    python scripts/update_readme.py            # rewrites README.md
-    python scripts/update_readme.py --check    # exit 1 if it is not what the results say
+python scripts/update_readme.py            # rewrites README.md
+python scripts/update_readme.py --check    # exit 1 if it is not what the results say
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +64,16 @@ def search_table() -> str:
 TABLES = {"search": search_table}
 
 
-def rendered(text: str) -> str:
-    for name, table in TABLES.items():
+def rendered(text: str, tables: Mapping[str, Callable[[], str]] = TABLES, page: str = "README.md") -> str:
+    """The page with each table anew between its markers."""
+    for name, table in tables.items():
         start = START.format(name)
         if start not in text:
-            raise ValueError(f"README.md: expected the marker {start}")
+            raise ValueError(f"{page}: expected the marker {start}")
         before, _, rest = text.partition(start)
         _, end, after = rest.partition(END)
         if not end:
-            raise ValueError(f"README.md: expected {END} after {start}")
+            raise ValueError(f"{page}: expected {END} after {start}")
         text = f"{before}{start}\n{table()}\n{END}{after}"
     return text
 

@@ -35,7 +35,7 @@ class Sizes:
 
 # What compiles the kernels of a full run (its divisibilities and types), and what the interpreter can do.
 SMALL = Sizes(1024, 1024, 1024, 1024, 1 << 12, 1024, 2048, 1 << 24, 1 << 24, (1024,))
-TINY = Sizes(48, 32, 24, 24, 1 << 10, 16, 24, 1 << 17, 1 << 16, (16, 32))
+TINY = Sizes(16, 16, 16, 16, 1 << 10, 16, 16, 1 << 17, 1 << 15, (16,))
 
 
 @dataclass(frozen=True)

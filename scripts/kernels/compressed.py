@@ -261,9 +261,9 @@ def run_exhaustive(bench: Bench) -> None:
         own = (every[pids.long()] - scores).abs().max().item() <= 2 * budget
         return scores if own and len(pids.unique()) == k else torch.full_like(scores, math.nan)
 
-    named = Shape("exhaustive", f"search, k = {k}", LQ, DIM, "2 bits", shape.passages, shape.tokens,
+    named = Shape("exhaustive", "search", LQ, DIM, "2 bits", shape.passages, shape.tokens,
                   shape.nbytes + data.centroids.nbytes)  # fmt: skip
-    bench.ours(named, search, Check(want, None, 2 * budget), checked=checked, host=True)
+    bench.ours(named, search, Check(want, None, 2 * budget), checked=checked, host=True, k=k)
     engine.close()
     bench.forget()
 

@@ -12,10 +12,14 @@ ENVIRONMENT_PREFIX = "PLAID_TILEMAXSIM_"
 
 _CHOICES = {
     "mode": ("plaid", "rerank", "exhaustive"),
+    "codec": ("residual", "dense", "pq"),
     "placement": ("auto", "gpu", "host", "disk"),
     "impl": ("auto", "triton", "torch"),
     "verify": ("full", "structure"),
 }
+_INTEGERS = ("pq_m", "prefilter")
+# Placements that a codec knows, where not all.
+_PLACEMENTS = {"dense": ("auto", "gpu", "host"), "pq": ("auto", "gpu")}
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,13 @@ class ScorerConfig:
 
     mode        "plaid": stock's funnel. "rerank": every candidate is scored exactly, nothing is pruned.
                 "exhaustive": the whole index is scored, no candidates are generated
+    codec       what passages are scored exactly from: "residual" (stock's codes and residuals), "dense" (the same
+                embeddings decompressed: all at load where they fit, else the survivors of each search), "pq" (the
+                product quantiser that `plaid-tilemaxsim pq` trained). Candidates and pruning are the same for all
+    pq_m        bytes a token of the product quantiser to use; None takes the only one there is
     placement   of residuals when searching on a GPU: "gpu", "host" (pinned memory), "disk" (left in the index's
-                files, for indexes larger than memory), "auto" (the first of these that fits)
+                files, for indexes larger than memory), "auto" (the first of these that fits). Not "disk" with codec
+                "dense"; "auto" or "gpu" with codec "pq"
     impl        "triton" (GPU kernels), "torch" (CPU), "auto" (by device). Never falls back
     verify      of the index files before they are laid out: "structure" checks shapes and counts, "full" codes and
                 lists too (which are checked at load in any case)
@@ -39,6 +48,8 @@ class ScorerConfig:
     """
 
     mode: str = "plaid"
+    codec: str = "residual"
+    pq_m: int | None = None
     placement: str = "auto"
     impl: str = "auto"
     verify: str = "structure"
@@ -50,11 +61,20 @@ class ScorerConfig:
             value = getattr(self, name)
             if value not in valid:
                 raise ValueError(f"scorer option {name}: expected one of {list(valid)}, got {value!r}")
-        n = self.prefilter
-        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
-            raise ValueError(f"scorer option prefilter: expected None or an integer >= 1, got {n!r}")
-        if n is not None and self.mode != "exhaustive":
-            raise ValueError(f"scorer option prefilter: expected None in mode {self.mode!r}, got {n!r}")
+        for name in _INTEGERS:
+            n = getattr(self, name)
+            if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 1):
+                raise ValueError(f"scorer option {name}: expected None or an integer >= 1, got {n!r}")
+        if self.prefilter is not None and self.mode != "exhaustive":
+            raise ValueError(f"scorer option prefilter: expected None in mode {self.mode!r}, got {self.prefilter!r}")
+        if self.pq_m is not None and self.codec != "pq":
+            raise ValueError(f"scorer option pq_m: expected None with codec {self.codec!r}, got {self.pq_m!r}")
+        known = _PLACEMENTS.get(self.codec)
+        if known is not None and self.placement not in known:
+            raise ValueError(
+                f"scorer option placement: expected one of {list(known)} with codec {self.codec!r}, "
+                f"got {self.placement!r}"
+            )
         if self.tuning is not None and not (isinstance(self.tuning, str) and self.tuning):
             raise ValueError(f"scorer option tuning: expected None or the path of a file, got {self.tuning!r}")
 
@@ -84,9 +104,9 @@ def _from_environment() -> dict[str, Any]:
             continue
         if name in _CHOICES and text not in _CHOICES[name]:
             raise ValueError(f"{variable}: expected one of {list(_CHOICES[name])}, got {text!r}")
-        if name == "prefilter" and not text.isdecimal():
+        if name in _INTEGERS and not text.isdecimal():
             raise ValueError(f"{variable}: expected an integer >= 1, got {text!r}")
-        given[name] = int(text) if name == "prefilter" else text
+        given[name] = int(text) if name in _INTEGERS else text
     return given
 
 

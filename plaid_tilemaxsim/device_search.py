@@ -21,10 +21,8 @@ import torch
 from torch import Tensor
 
 from plaid_tilemaxsim.funnel import STAGES, Pids, Ranking, SearchParams, run_funnel
-from plaid_tilemaxsim.index.mapped import MappedRows
 from plaid_tilemaxsim.ops.api import padded_query_length
 from plaid_tilemaxsim.ops.pids_kernel import clamp_pids
-from plaid_tilemaxsim.stages_disk import DiskStages
 from plaid_tilemaxsim.stages_triton import TritonStages
 
 if TYPE_CHECKING:
@@ -73,12 +71,10 @@ class DeviceSearch:
         self.device = index.device
         self._lock = threading.RLock()
         self._cmax = float(index.centroids.float().norm(dim=1).max()) if index.num_centroids else 0.0
-        on_disk = isinstance(index.residuals, MappedRows)
-        self._make_stages = DiskStages if on_disk else TritonStages
-        self._lanes: list[TritonStages] = [self._make_stages(index, self._cmax)]
+        self._lanes: list[TritonStages] = [TritonStages(index, self._cmax)]
         self._recordings: OrderedDict[tuple[Any, ...], _Recording] = OrderedDict()
         self._on_gpu = self.device.type == "cuda"
-        self._records = self._on_gpu and not on_disk
+        self._records = self._on_gpu and not self.stages.exact_scorer.waits
         self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
         self._stream = torch.cuda.Stream(self.device) if self._on_gpu else None
         self._lanes_that_fit: dict[tuple[int, int], int] = {}
@@ -122,8 +118,9 @@ class DeviceSearch:
         if not self._records or (lq, lanes) in self._lanes_that_fit:
             return self._lanes_that_fit.get((lq, lanes), lanes)
         wanted = lanes
-        # candidates, their scores and flags; int16 and key tables of the centroids
+        # candidates, their scores and flags; int16 and key tables of the centroids; what the codec needs
         one = 9 * self.index.num_passages + 3 * self.index.num_centroids * padded_query_length(lq)
+        one += self.stages.exact_scorer.scratch_bytes
         free = torch.cuda.mem_get_info(self.device)[0] + len(self._lanes) * one
         while lanes > 1 and lanes * one > BATCH_MEMORY_SHARE * free:
             lanes //= 2
@@ -226,9 +223,7 @@ class DeviceSearch:
             (row[1 : 1 + n].clone(), row[1 + k : 1 + k + n].view(torch.float32).clone()) for row, n in zip(rows, counts)
         ]
 
-    def _load(
-        self, rec: _Recording, Q: Tensor, pids: Tensor | None = None, allow: Tensor | None = None
-    ) -> None:
+    def _load(self, rec: _Recording, Q: Tensor, pids: Tensor | None = None, allow: Tensor | None = None) -> None:
         if rec.pinned_Q is not None:
             rec.pinned_Q.copy_(Q)
         else:
@@ -265,7 +260,7 @@ class DeviceSearch:
         # A caller may be in inference mode; what later callers write to must not be made in it.
         with torch.inference_mode(False), torch.no_grad():
             while len(self._lanes) < lanes:
-                self._lanes.append(self._make_stages(self.index, self._cmax))
+                self._lanes.append(TritonStages(self.index, self._cmax))
             rec = self._record(kind, lq, params, lanes, cap, allow, until, on_host)
         self._recordings[key] = rec
         while len(self._recordings) > MAX_GRAPHS:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from plaid_tilemaxsim.funnel import Pids, SearchParams, Stages, default_params, run_funnel
-from plaid_tilemaxsim.ops import reference
 
 if TYPE_CHECKING:
     from plaid_tilemaxsim.index.resident import ResidentIndex
@@ -263,9 +262,7 @@ class SearchEngine:
             return  # _listed says what is wrong with them
         least, most = torch.stack(torch.aminmax(pids)).tolist()
         if least < 0 or most >= self.index.num_passages:
-            raise IndexError(
-                f"pids: expected 0 .. {self.index.num_passages - 1}, got {least if least < 0 else most}"
-            )
+            raise IndexError(f"pids: expected 0 .. {self.index.num_passages - 1}, got {least if least < 0 else most}")
 
     def allow_mask(self, allow: Tensor) -> Tensor:
         """bool [N] on the index's device of a mask bool [N] or of integer pids [n]. Raises as ``search`` does."""
@@ -279,18 +276,15 @@ class SearchEngine:
         return mask
 
     def _score_aligned(self, Q: Tensor, pids: Tensor) -> Tensor:
-        index = self.index
+        offsets, exact = self.index.offsets, self._stages.exact_scorer
         Q = Q.to(self.device)
         scores = torch.empty(pids.numel(), device=self.device)
-        starts = index.offsets[pids.long()].tolist()
-        ends = index.offsets[pids.long() + 1].tolist()
+        starts = offsets[pids.long()].tolist()
+        ends = offsets[pids.long() + 1].tolist()
         for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
             # [L, DIM] of one passage; few passages are scored this way
-            D = reference.decompress(
-                index.codes[start:end], index.residuals[start:end].to(self.device), index.centroids,
-                index.bucket_weights, index.nbits, dtype=torch.float32,
-            )  # fmt: skip
-            scores[i] = (D @ Q[i].T).amax(0).sum() if end > start else -torch.inf
+            D = exact.embeddings(start, end)
+            scores[i] = (D @ exact.query(Q[i]).T).amax(0).sum() if end > start else -torch.inf
         return scores
 
 

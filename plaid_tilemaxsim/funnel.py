@@ -4,7 +4,7 @@
     candidates  passages in the inverted lists of the best ``ncells`` centroids of every token
     prune       approximate MaxSim from the centroids alone: the ``ndocs`` best by the centroids over the threshold,
                 of these the ``ndocs // 4`` best by all of their centroids
-    exact       MaxSim from centroid and residual
+    exact       MaxSim from centroid and residual, or from what another codec stores (see ``exact``)
     topk        score descending, pid ascending
 
 ``plaid`` runs all five, ``rerank`` leaves out the pruning, ``exhaustive`` scores the whole index (with ``prefilter``
@@ -17,9 +17,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from plaid_tilemaxsim.exact import ExactScorer
 
 MODES = ("plaid", "rerank", "exhaustive")
 STAGES = ("centroids", "candidates", "prune", "exact", "topk")
@@ -89,6 +92,8 @@ class Ranking:
 
 class Stages(Protocol):
     """One implementation of the five steps for one query at a time. Tensors stay on the index's device."""
+
+    exact_scorer: ExactScorer
 
     def centroids(self, Q: Tensor, *, threshold: float | None, ncells: int | None) -> Any: ...
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from plaid_tilemaxsim.exact import exact_scorer
 from plaid_tilemaxsim.funnel import Pids, Ranking
 from plaid_tilemaxsim.ops import api, cpu
 
@@ -19,6 +20,7 @@ class TorchStages:
 
     def __init__(self, index: ResidentIndex) -> None:
         self.index = index
+        self.exact_scorer = exact_scorer(index, "torch")
 
     def centroids(self, Q: Tensor, *, threshold: float | None, ncells: int | None) -> api.CentroidScores:
         return api.centroid_scores(Q, self.index.centroids, threshold, impl="torch")
@@ -32,18 +34,13 @@ class TorchStages:
         listed = self._listed(pids)
         if keep >= listed.numel():
             return pids
-        scores = api.centroid_maxsim(
-            cs, self.index.codes, self.index.offsets, pids.pids, thresholded, impl="torch"
-        )
+        scores = api.centroid_maxsim(cs, self.index.codes, self.index.offsets, pids.pids, thresholded, impl="torch")
         return Pids(cpu.select_top(scores, listed, keep)[0])
 
     def exact(self, Q: Tensor, cs: api.CentroidScores, pids: Pids) -> Tensor:
-        index = self.index
-        assert isinstance(index.residuals, Tensor)
-        return api.residual_maxsim(
-            Q, cs, index.codes, index.residuals, index.inv_norms, index.inv_norm_lo, index.inv_norm_step,
-            index.bucket_weights, index.nbits, index.offsets, pids.pids, impl="torch",
-        )  # fmt: skip
+        scores = torch.empty(self.index.num_passages if pids.pids is None else pids.pids.numel())
+        self.exact_scorer.scores(Q, cs, pids, scores)
+        return scores
 
     def topk(self, pids: Pids, scores: Tensor, k: int | None) -> Ranking:
         return Ranking(*cpu.topk(scores, self._listed(pids), scores.numel() if k is None else k))

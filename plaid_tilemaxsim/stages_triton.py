@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from plaid_tilemaxsim.exact import exact_scorer
 from plaid_tilemaxsim.funnel import Pids, Ranking
 from plaid_tilemaxsim.ops import api, candidates_kernel, rank_kernel, select_kernel
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TritonStages:
-    """The steps for one query at a time; owns the buffers of one query in flight (9 bytes a passage)."""
+    """The steps for one query at a time; owns the buffers of one query in flight (9 bytes a passage, the codec's)."""
 
     def __init__(self, index: ResidentIndex, cmax: float) -> None:
         self.index = index
@@ -31,11 +32,10 @@ class TritonStages:
         self._pids = torch.zeros(n, dtype=torch.int32, device=device)
         self._scores = torch.zeros(n, dtype=torch.float32, device=device)
         self._work = select_kernel.select_workspace(device)
+        self.exact_scorer = exact_scorer(index, "triton")
 
     def centroids(self, Q: Tensor, *, threshold: float | None, ncells: int | None) -> api.CentroidScores:
-        return api.centroid_scores(
-            Q, self.index.centroids, threshold, cmax=self.cmax, ncells=ncells, impl="triton"
-        )
+        return api.centroid_scores(Q, self.index.centroids, threshold, cmax=self.cmax, ncells=ncells, impl="triton")
 
     def candidates(self, cs: api.CentroidScores, ncells: int, allow: Tensor | None) -> Pids:
         assert cs.cells is not None
@@ -49,22 +49,16 @@ class TritonStages:
     def prune(self, cs: api.CentroidScores, pids: Pids, keep: int, *, thresholded: bool) -> Pids:
         index = self.index
         scores = self._scores_for(pids)
-        api.centroid_maxsim(
-            cs, index.codes, index.offsets, pids.pids, thresholded, scores, pids.count, impl="triton"
-        )
+        api.centroid_maxsim(cs, index.codes, index.offsets, pids.pids, thresholded, scores, pids.count, impl="triton")
         if scores.numel() <= rank_kernel.LIMIT:
             best = self._ranked(pids, scores, min(keep, scores.numel()))
             return Pids(best.pids, best.count)
         return self._select(pids, scores, keep)[0]
 
     def exact(self, Q: Tensor, cs: api.CentroidScores, pids: Pids) -> Tensor:
-        index = self.index
-        assert isinstance(index.residuals, Tensor)
         scores = self._scores_for(pids)
-        return api.residual_maxsim(
-            Q, cs, index.codes, index.residuals, index.inv_norms, index.inv_norm_lo, index.inv_norm_step,
-            index.bucket_weights, index.nbits, index.offsets, pids.pids, scores, pids.count, impl="triton",
-        )  # fmt: skip
+        self.exact_scorer.scores(Q, cs, pids, scores)
+        return scores
 
     def topk(self, pids: Pids, scores: Tensor, k: int | None) -> Ranking:
         k = scores.numel() if k is None else min(k, scores.numel())

@@ -81,6 +81,7 @@ def kernel_errors(engine: SearchEngine, Q: Tensor) -> dict[str, float]:
     """
     ix = engine.index
     assert isinstance(ix.residuals, Tensor)
+    assert ix.inv_norms is not None
     pids = torch.linspace(0, ix.num_passages - 1, min(2000, ix.num_passages)).int().to(ix.device)
     pids = pids[ix.offsets[pids.long() + 1] > ix.offsets[pids.long()]]
     q = Q.to(ix.device)

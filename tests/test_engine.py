@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plaid_tilemaxsim import stages_disk
+from plaid_tilemaxsim import exact
 from plaid_tilemaxsim.engine import SearchEngine, with_defaults
 from plaid_tilemaxsim.funnel import SearchParams
 from plaid_tilemaxsim.index.files import PlaidIndex, read_index
@@ -100,7 +100,7 @@ def test_other_widths_of_residuals(nbits, tmp_path, device):
 @pytest.mark.parametrize("piece", [1 << 20, 100])
 def test_residuals_left_in_the_files(piece, tmp_path, device, monkeypatch):
     """The same bits as from memory, also when the rows come in several pieces and from several chunks."""
-    monkeypatch.setattr(stages_disk, "PIECE_TOKENS", piece)
+    monkeypatch.setattr(exact, "PIECE_TOKENS", piece)
     held = open_case(tmp_path, "triton", 2)
     resident = held.engine.index
     mapped = SearchEngine(dataclasses.replace(resident, residuals=MappedRows(held.index.chunks)), impl="triton")

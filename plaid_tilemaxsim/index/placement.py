@@ -17,6 +17,8 @@ from plaid_tilemaxsim.index.pq import describe_pq
 log = logging.getLogger("plaid_tilemaxsim")
 
 PLACEMENTS = ("auto", "gpu", "host", "disk")
+# What passages can be scored exactly from, and the placements on a GPU that each knows.
+CODECS = {"residual": ("gpu", "host", "disk"), "dense": ("gpu", "host"), "pq": ("gpu",)}
 
 # Tokens decompressed together for their norms, on a GPU and on a CPU.
 NORM_TOKENS = 1 << 22
@@ -26,6 +28,9 @@ NORM_TOKENS_CPU = 1 << 13
 PASSAGE_WORKSPACE = 16
 CENTROID_WORKSPACE = 32 * (4 + 2)
 FIXED_WORKSPACE = 128 << 20
+# Tokens that codec "dense" has room for where it decompresses survivors: 64 MB at 128 dimensions, about a third of
+# which is touched, since each passage gets the slots of the longest. So embeddings are read back from the L2 cache.
+DENSE_SLOTS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,8 @@ class Plan:
     placement: str  # "gpu", "host" or "disk"
     device: Mapping[str, int]
     host: Mapping[str, int]
+    codec: str = "residual"
+    whole: bool = False  # codec "dense": all embeddings at load, not those of each search's survivors
 
     @property
     def device_bytes(self) -> int:
@@ -44,66 +51,116 @@ class Plan:
     def host_bytes(self) -> int:
         return sum(self.host.values())
 
+    @property
+    def name(self) -> str:
+        return f"{self.placement}, all decompressed" if self.whole else self.placement
+
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {_size(size)}" for name, size in self.device.items())
-        text = f"placement {self.placement}: {_size(self.device_bytes)} of GPU memory ({parts})"
+        text = f"placement {self.name}: {_size(self.device_bytes)} of GPU memory ({parts})"
         return f"{text}; {_size(self.host_bytes)} of pinned host memory (residuals, lists)" if self.host else text
 
 
-def plan(index: PlaidIndex, free_bytes: int, placement: str = "auto") -> Plan:
-    """The plan that placement asks for, or for "auto" the first of gpu, host and disk that fits.
+def plan(
+    index: PlaidIndex,
+    free_bytes: int,
+    placement: str = "auto",
+    *,
+    codec: str = "residual",
+    pq_m: int | None = None,
+    held: Mapping[str, int] | None = None,
+) -> Plan:
+    """The plan that placement asks for, or for "auto" the first of those that ``codec`` knows (CODECS) that fits.
 
-    free_bytes: of the GPU. What is pinned must fit into nine tenths of the host's available memory. Logs what it
-    chose. Raises ValueError for an unknown placement, and RuntimeError with the bytes needed and free, and the
-    placement that would fit, when this one does not.
+    With codec "dense" the whole index is decompressed where that fits. pq_m: bytes a token of codec "pq". free_bytes:
+    of the GPU. held: bytes by part that are on the GPU already and will be shared. What is pinned must fit into nine
+    tenths of the host's available memory. Logs what it chose. Raises ValueError for an unknown placement, and
+    RuntimeError with the bytes needed and free, and the placement that would fit, when this one does not.
     """
     if placement not in PLACEMENTS:
         raise ValueError(f"placement: expected one of {PLACEMENTS}, got {placement!r}")
-    plans = {name: plan_for(index, name) for name in PLACEMENTS[1:]}
-    available = available_memory() * 9 // 10
-    fitting = [
-        name for name, one in plans.items() if one.device_bytes <= free_bytes and one.host_bytes <= available
+    check_codec(codec, placement)
+    plans = [
+        plan_for(index, name, codec, pq_m=pq_m, whole=whole, held=held)
+        for name in CODECS[codec]
+        for whole in ((True, False) if (codec, name) == ("dense", "gpu") else (False,))
     ]
-    wanted = list(plans) if placement == "auto" else [placement]
-    chosen = next((name for name in wanted if name in fitting), None)
+    available = available_memory() * 9 // 10
+    fitting = [one for one in plans if one.device_bytes <= free_bytes and one.host_bytes <= available]
+    wanted = plans if placement == "auto" else [one for one in plans if one.placement == placement]
+    chosen = next((one for one in wanted if one in fitting), None)
     if chosen is None:
-        needs = " or ".join(f"{_size(plans[name].device_bytes)} ({name})" for name in wanted)
-        if any(plans[name].device_bytes <= free_bytes for name in wanted):
-            pinned = _size(plans[wanted[0]].host_bytes)
-            raise RuntimeError(
-                f"{index.path}: host memory: expected {pinned} that can be pinned, got {_size(available)} available"
-                + (f'; placement "{fitting[0]}" would fit' if fitting else "")
-            )
-        hint = f'; placement "{fitting[0]}" would fit' if fitting else ""
+        hint = f'; placement "{fitting[0].placement}" would fit' if fitting else ""
+        tight = next((one for one in wanted if one.device_bytes <= free_bytes), None)
+        if tight is not None:
+            pinned = _size(tight.host_bytes)
+            got = f"{_size(available)} available"
+            raise RuntimeError(f"{index.path}: host memory: expected {pinned} that can be pinned, got {got}{hint}")
+        needs = " or ".join(f"{_size(one.device_bytes)} ({one.name})" for one in wanted)
         raise RuntimeError(f"{index.path}: GPU memory: expected {needs}, got {_size(free_bytes)} free{hint}")
-    log.info("%s: %s, of %s free", index.path, plans[chosen], _size(free_bytes))
-    return plans[chosen]
+    log.info("%s: codec %s, %s, of %s free", index.path, codec, chosen, _size(free_bytes))
+    return chosen
 
 
-def plan_for(index: PlaidIndex, placement: str) -> Plan:
+def plan_for(
+    index: PlaidIndex,
+    placement: str,
+    codec: str = "residual",
+    *,
+    pq_m: int | None = None,
+    whole: bool = False,
+    held: Mapping[str, int] | None = None,
+) -> Plan:
     """The plan of a placement: "gpu" all in GPU memory, "host" residuals and lists in pinned host memory, "disk"
     residuals in the index's files and all else as for "gpu".
 
     The lists still pass through GPU memory at load, before the inverse norms and the workspace need theirs.
     """
     T, N, C = index.num_tokens, index.num_passages, index.num_centroids
-    pinned = {"residuals": T * (index.dim * index.nbits // 8), "lists": 4 * index.ivf_pids.numel()}
+    width = index.dim * index.nbits // 8
+    stored, work = {"residuals": T * width}, (20 + width) * min(T, NORM_TOKENS)
+    norms = {"inverse norms": 2 * T} if codec == "residual" else {}
+    if codec == "pq":
+        assert pq_m is not None
+        stored, work = {"PQ codes": T * pq_m}, 0
+    elif whole:
+        stored, work = {"embeddings": 2 * T * index.dim}, width * min(T, NORM_TOKENS)
+    elif codec == "dense":
+        longest = int(index.doclens.max()) if N else 0
+        work = 2 * dense_passages(N, longest) * longest * index.dim
+    lists = {"lists": 4 * index.ivf_pids.numel()}
     device = {
         "codes": 4 * T,
-        "inverse norms": 2 * T,
+        **norms,
         "list offsets": 8 * (C + 1),
         "centroids": 2 * C * index.dim,
         "offsets": 8 * (N + 1),
-        "workspace": PASSAGE_WORKSPACE * N
-        + CENTROID_WORKSPACE * C
-        + (20 + index.dim * index.nbits // 8) * min(T, NORM_TOKENS)
-        + FIXED_WORKSPACE,
+        "workspace": PASSAGE_WORKSPACE * N + CENTROID_WORKSPACE * C + work + FIXED_WORKSPACE,
     }
+    host: dict[str, int] = {}
     if placement == "gpu":
-        return Plan("gpu", {**pinned, **device}, {})
-    if placement == "disk":
-        return Plan("disk", {"lists": pinned["lists"], **device}, {})
-    return Plan("host", device, pinned)
+        device = {**stored, **lists, **device}
+    elif placement == "disk":
+        device = {**lists, **device}
+    else:
+        host = {**stored, **lists}
+    device = {name: max(0, size - (held or {}).get(name, 0)) for name, size in device.items()}
+    return Plan(placement, device, host, codec, whole)
+
+
+def dense_passages(num_passages: int, longest: int) -> int:
+    """Passages that codec "dense" decompresses in one round where not all fit: each has ``longest`` slots."""
+    return max(1, min(num_passages, DENSE_SLOTS // max(longest, 1)))
+
+
+def check_codec(codec: str, placement: str) -> None:
+    """ValueError unless it is a codec of CODECS that knows the placement, or "auto"."""
+    if codec not in CODECS:
+        raise ValueError(f"codec: expected one of {list(CODECS)}, got {codec!r}")
+    if placement not in ("auto", *CODECS[codec]):
+        raise ValueError(
+            f"placement: expected one of {['auto', *CODECS[codec]]} with codec {codec!r}, got {placement!r}"
+        )
 
 
 def available_memory() -> int:

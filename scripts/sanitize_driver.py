@@ -285,10 +285,13 @@ def main(parts: list[str]) -> None:
         return launcher(self, grid)
 
     KernelInterface.__getitem__ = counted
-    for part in parts:
-        PARTS[part]()
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
+    try:
+        for part in parts:
+            PARTS[part]()
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+    finally:
+        KernelInterface.__getitem__ = launcher
     print(json.dumps(launches))
 
 

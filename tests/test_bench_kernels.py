@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from plaid_tilemaxsim.ops import reference
-from scripts import bench_kernels
-from scripts.kernels import check, clock, compressed, data, dense, peers, record, stream, sweeps
+from scripts import bench_kernels, plot_roofline
+from scripts.kernels import check, clock, compressed, data, dense, page, peers, record, stream, sweeps
 from scripts.kernels.bench import OURS, TINY, Bench, Shape
 from scripts.kernels.clock import Time
+from scripts.update_readme import rendered
 from tests import peer_stubs
 from tests.conftest import HAS_CUDA
 
@@ -43,7 +44,7 @@ def stubs(monkeypatch):
 
 
 @pytest.mark.skipif(HAS_CUDA, reason="the stand-ins are for the CPU")
-def test_every_group_end_to_end(stubs, tmp_path, capsys):
+def test_every_group_end_to_end(stubs, tmp_path, capsys, monkeypatch):
     out = tmp_path / "kernels.json"
     options = ["--sizes", "tiny", "--out", str(out), "--commit", "abc"]
     assert bench_kernels.main(["--groups", "dense", *options]) == 0
@@ -61,6 +62,38 @@ def test_every_group_end_to_end(stubs, tmp_path, capsys):
     assert result["figures"].keys() >= ISSUE
     assert all(math.isfinite(value) for value in result["figures"].values())
     assert "correct: True" in capsys.readouterr().out
+    check_page(out, result, tmp_path, monkeypatch)
+
+
+def check_page(out, result, tmp_path, monkeypatch):
+    """The page and the plots that these results make."""
+    text = plot_roofline.PAGE.read_text()
+    shown = rendered(text, page.tables(out), "roofline.md")
+    assert page.NOTHING not in shown
+    assert page.NO_SWEEPS not in shown
+    for row in result["rows"]:
+        assert (page.name_of(row) if row["ours"] else row["kernel"]) in shown
+    assert f"{result['figures']['dense_fp16_pct']:,.0f}" in shown
+    out.write_text(json.dumps({**result, "sweeps": []}))
+    assert page.NO_SWEEPS in rendered(text, page.tables(out), "roofline.md")
+    out.write_text(json.dumps({**result, "correct": False}))
+    with pytest.raises(ValueError, match="correct = False"):
+        page.tables(out)
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(plot_roofline, "PLOTS", tmp_path / "plots")
+    for plot in (plot_roofline.plot_dense, plot_roofline.plot_compressed, plot_roofline.plot_sweeps):
+        first = plot(result).read_text()
+        assert plot(result).read_text() == first
+        assert plot({**result, "rows": [], "sweeps": []}) is None
+
+
+def test_the_page_without_results(tmp_path):
+    shown = rendered(plot_roofline.PAGE.read_text(), page.tables(tmp_path / "none.json"), "roofline.md")
+    assert shown.count(page.NOTHING) == len(page.TABLES)
+
+
+def test_the_page_names_the_issues_targets():
+    assert ISSUE - {"dense_over_paper"} <= page.TARGETS.keys()
 
 
 def test_a_run_that_breaks_keeps_its_groups(stubs, tmp_path, monkeypatch):

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import update_readme
+from scripts import plot_roofline, update_readme
+from scripts.kernels import page
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = sorted((ROOT / "eval" / "results").glob("*.json"))
@@ -16,6 +17,11 @@ def test_readme_is_what_the_results_say():
     assert update_readme.rendered(text) == text
     stale = text.replace("queries/s", "queries a second")
     assert update_readme.rendered(stale) != stale
+
+
+def test_roofline_page_is_what_the_results_say():
+    text = plot_roofline.PAGE.read_text()
+    assert update_readme.rendered(text, page.tables(), "docs/roofline.md") == text
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)

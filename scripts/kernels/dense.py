@@ -67,7 +67,7 @@ def padded(
         kernel = OURS if dtype != "fp32" else f"{OURS}, {precision}"
         out = torch.full((passages,), math.nan, device=bench.device)
         run = partial(api.dense_maxsim, Q, D, precision=precision, out=out, impl="triton")
-        bench.ours(shape, run, check, kernel=kernel, tokens_each=ND)
+        bench.ours(shape, run, check, kernel=kernel)
     check = Check(want, chosen, dense_budget(LQ, DIM))
     x = peers.Padded(Q, D)
     peers.run_paper(bench, shape, x, check, choices)

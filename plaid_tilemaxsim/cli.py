@@ -1,4 +1,4 @@
-"""The command line: ``plaid-tilemaxsim run | inspect | warmup | tune | env``."""
+"""The command line: ``plaid-tilemaxsim run | inspect | warmup | pq | tune | env``."""
 
 from __future__ import annotations
 
@@ -61,6 +61,20 @@ def _parser() -> argparse.ArgumentParser:
     warmup.add_argument("--query-maxlen", type=int, default=32, help="query tokens (default: %(default)s)")
     warmup.add_argument("--scorer-options", type=_json_object, metavar="JSON", help="as in ColBERTConfig")
     warmup.set_defaults(command=_warmup)
+
+    pq = commands.add_parser(
+        "pq",
+        help="train a product quantiser on an index, for the scorer option codec",
+        description="Trains on a sample of the index's embeddings, encodes all of them and writes a sidecar beside the "
+        """index's own files, which stay as they are. Used where asked for: scorer_options={"codec": "pq"}.""",
+    )
+    pq.add_argument("index", metavar="INDEX", help="folder of the index")
+    pq.add_argument("--m", type=int, default=16, help="bytes a token: 8, 16, 32 or 64 (default: %(default)s)")
+    pq.add_argument("--opq", action="store_true", help="turn the embeddings first (OPQ): better, and slower to train")
+    pq.add_argument("--sample", type=int, default=1 << 16, help="tokens to train on (default: %(default)s)")
+    pq.add_argument("--seed", type=int, default=0, help="of the sample and of k-means (default: %(default)s)")
+    pq.add_argument("--force", action="store_true", help="replace a sidecar that is in order")
+    pq.set_defaults(command=_pq)
 
     tune = commands.add_parser(
         "tune",
@@ -165,6 +179,22 @@ def _inspect(args: argparse.Namespace) -> int:
     return 0
 
 
+def _pq(args: argparse.Namespace) -> int:
+    from plaid_tilemaxsim.index.files import read_index
+    from plaid_tilemaxsim.index.pq import write_pq
+
+    try:
+        index = read_index(args.index)
+        file = write_pq(
+            index, args.m, opq=args.opq, sample=args.sample, seed=args.seed, force=args.force, progress=True
+        )
+    except (ValueError, ImportError) as error:
+        print(f"plaid-tilemaxsim: {error}", file=sys.stderr)
+        return 2
+    print(f"{file}: {args.m} bytes a token, {index.num_tokens * args.m:,} bytes of codes")
+    return 0
+
+
 def _warmup(args: argparse.Namespace) -> int:
     import time
 
@@ -173,6 +203,7 @@ def _warmup(args: argparse.Namespace) -> int:
     from plaid_tilemaxsim.config import ScorerConfig
     from plaid_tilemaxsim.engine import SearchEngine, with_defaults
     from plaid_tilemaxsim.index.files import read_index
+    from plaid_tilemaxsim.index.pq import read_pq
     from plaid_tilemaxsim.index.resident import load_resident
 
     options = ScorerConfig.from_options(args.scorer_options)
@@ -182,7 +213,9 @@ def _warmup(args: argparse.Namespace) -> int:
         from plaid_tilemaxsim.ops import tuning
 
         tuning.load(options.tuning, device)
-    engine = SearchEngine(load_resident(index, device, options.placement), impl=options.impl)
+    pq = read_pq(index, options.pq_m) if options.codec == "pq" else None
+    resident = load_resident(index, device, options.placement, codec=options.codec, pq=pq)
+    engine = SearchEngine(resident, impl=options.impl)
     for k in args.k:
         params = with_defaults(k, mode=options.mode, prefilter=options.prefilter, query_maxlen=args.query_maxlen)
         began = time.perf_counter()

@@ -10,7 +10,8 @@ import logging
 import operator
 import os
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -27,6 +28,7 @@ from colbert.search.index_storage import IndexScorer  # noqa: E402
 if TYPE_CHECKING:
     from plaid_tilemaxsim.engine import SearchEngine, SearchParams
     from plaid_tilemaxsim.index.files import PlaidIndex
+    from plaid_tilemaxsim.index.resident import ResidentIndex
 
 logger = logging.getLogger("plaid_tilemaxsim")
 
@@ -38,15 +40,36 @@ _NEEDED = {"plaid": TUNED, "rerank": TUNED[:1], "exhaustive": ()}
 _STOCK_ATTRIBUTES = frozenset({"codec", "ivf", "doclens", "embeddings", "embeddings_strided", "offsets"})
 
 
-def _build_engine(index: PlaidIndex, device: torch.device, options: ScorerConfig) -> SearchEngine:
+# Engines of one index that are kept side by side: the newest ones of other codecs, placements and implementations.
+MOST_ENGINES = 4
+Key = tuple[str, int | None, str, str, str | None]
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """Engines over one state of the index. Never changed, only replaced, so whoever reads it sees one state."""
+
+    state: tuple[Any, ...] | None  # stock's tensors that they were built from; None: the files
+    digest: str | None  # of the files
+    reachable: Tensor | None  # bool [N]: passages in some list, where an update took some out
+    engines: Mapping[Key, SearchEngine]
+
+
+def _build_engine(
+    index: PlaidIndex, device: torch.device, options: ScorerConfig, shared: Sequence[ResidentIndex] = ()
+) -> SearchEngine:
     from plaid_tilemaxsim.engine import SearchEngine
+    from plaid_tilemaxsim.index.files import Verify
+    from plaid_tilemaxsim.index.pq import read_pq
     from plaid_tilemaxsim.index.resident import load_resident
 
     if options.tuning is not None:
         from plaid_tilemaxsim.ops import tuning
 
         tuning.load(options.tuning, device)
-    return SearchEngine(load_resident(index, device, options.placement), impl=options.impl)
+    pq = read_pq(index, options.pq_m, verify=cast(Verify, options.verify)) if options.codec == "pq" else None
+    resident = load_resident(index, device, options.placement, codec=options.codec, pq=pq, shared=shared)
+    return SearchEngine(resident, impl=options.impl)
 
 
 def _read_index(path: str, options: ScorerConfig) -> PlaidIndex:
@@ -61,7 +84,8 @@ class TileMaxSimScorer(IndexScorer):
     index_path: folder of the index. use_gpu: search on the current CUDA device if there is one. load_index_with_mmap
     is stock's and matters to stock's side only.
     Q is [1, LQ, DIM], floating point on any device; more than ``config.query_maxlen`` tokens are scored in full,
-    and candidates come from the first ``query_maxlen``, as in stock. Safe to call from several threads.
+    and candidates come from the first ``query_maxlen``, as in stock. Safe to call from several threads, also with
+    different ``scorer_options``; what these need of the index stays loaded until ``close``.
     """
 
     def __init__(self, index_path: str, use_gpu: bool = True, load_index_with_mmap: bool = False) -> None:
@@ -75,10 +99,7 @@ class TileMaxSimScorer(IndexScorer):
     def _start_without_engine(self) -> None:
         self._lock = threading.RLock()
         self._warned: set[str] = set()
-        self._engine: SearchEngine | None = None
-        self._engine_key: tuple[str, str, str | None] | None = None
-        self._engine_state: tuple[Any, ...] | None = None  # None: the engine was built from the files
-        self._reachable: Tensor | None = None
+        self._loaded: _Loaded | None = None
 
     def serves(self, config: Any) -> bool:
         """Whether a call with this config is ours. ValueError for an unknown scorer."""
@@ -99,9 +120,18 @@ class TileMaxSimScorer(IndexScorer):
     @property
     def num_passages(self) -> int:
         """Passages of the index, removed ones included."""
-        if self._engine is not None and not self._stale():
-            return self._engine.index.num_passages
+        engine = self._engine
+        if engine is not None:
+            return engine.index.num_passages
         return len(self.doclens)
+
+    @property
+    def _engine(self) -> SearchEngine | None:
+        """The newest engine that still fits the index."""
+        loaded = self._loaded
+        if loaded is None or self._stale(loaded):
+            return None
+        return list(loaded.engines.values())[-1]
 
     def rank(
         self,
@@ -142,7 +172,7 @@ class TileMaxSimScorer(IndexScorer):
         options = options_of(config)
         k = None if k is None else _count("k", k)
         Q = _check_queries(Q)
-        engine = self._get_engine(options)
+        engine, reachable = self._get(options)
         if pids is not None:
             pids = _as_pids(pids)
         if Q.size(0) != 1:
@@ -159,8 +189,8 @@ class TileMaxSimScorer(IndexScorer):
             return [], []
         params = self._params(config, options, k, unset, given=pids is not None)
         # Passages that an update removed have tokens but are in no list.
-        if self._reachable is not None and pids is None and options.mode == "exhaustive":
-            allow = self._reachable if allow is None else self._reachable & engine.allow_mask(allow).cpu()
+        if reachable is not None and pids is None and options.mode == "exhaustive":
+            allow = reachable if allow is None else reachable & engine.allow_mask(allow).cpu()
         ranked, scores = engine.search(Q[0], params, pids=pids, filter_fn=filter_fn, allow=allow)
         return ranked.tolist(), scores.tolist()
 
@@ -172,9 +202,9 @@ class TileMaxSimScorer(IndexScorer):
             return [([], [])] * len(Q)
         options = options_of(config)
         Q = _check_queries(Q)
-        engine = self._get_engine(options)
+        engine, reachable = self._get(options)
         params = self._params(config, options, _count("k", k), unset, given=False)
-        allow = self._reachable if options.mode == "exhaustive" else None
+        allow = reachable if options.mode == "exhaustive" else None
         return [(pids.tolist(), scores.tolist()) for pids, scores in engine.search_batch(Q, params, allow=allow)]
 
     def warmup(self, config: Any, k: int, lq: int | None = None) -> None:
@@ -241,15 +271,15 @@ class TileMaxSimScorer(IndexScorer):
         self._revision += 1
 
     def close(self) -> None:
-        """Frees what the engine holds; the next search loads it again."""
+        """Frees what the engines hold; the next search loads the index again."""
         with self._lock:
-            if self._engine is not None:
-                self._engine.close()
-            self._engine = self._engine_key = self._engine_state = self._reachable = None
+            loaded, self._loaded = self._loaded, None
+            for engine in () if loaded is None else set(loaded.engines.values()):
+                engine.close()
 
     def __getstate__(self) -> dict[str, Any]:
         """Stock's attributes, as stock pickles them; the engine is built again where it is needed."""
-        ours = ("_lock", "_warned", "_engine", "_engine_key", "_engine_state", "_reachable")
+        ours = ("_lock", "_warned", "_loaded")
         return {name: value for name, value in vars(self).items() if name not in ours}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -291,35 +321,76 @@ class TileMaxSimScorer(IndexScorer):
         embeddings = held["embeddings"]
         return held["ivf"], held["doclens"], embeddings.codes, embeddings.residuals, self._revision
 
-    def _stale(self) -> bool:
-        """Whether stock's tensors have been replaced (by IndexUpdater) since the engine was built."""
+    def _stale(self, loaded: _Loaded) -> bool:
+        """Whether stock's tensors have been replaced (by IndexUpdater) since these engines were built."""
         if self._loaded_state is None:
             return False
-        built = self._loaded_state if self._engine_state is None else self._engine_state
+        built = self._loaded_state if loaded.state is None else loaded.state
         return not _same(built, self._stock_state())
 
     def _get_engine(self, options: ScorerConfig) -> SearchEngine:
-        key = (options.placement, options.impl, options.tuning)
-        engine = self._engine
-        if engine is not None and self._engine_key == key and not self._stale():
-            return engine
+        return self._get(options)[0]
+
+    def _get(self, options: ScorerConfig) -> tuple[SearchEngine, Tensor | None]:
+        """The engine that the options ask for, built when first needed, and the passages that may be found (None: all).
+
+        Engines of one index stay side by side and share what lies at the same place, so that a Searcher can change
+        between them at each call; where memory is too small for that, the others go.
+        """
+        key = options.codec, options.pq_m, options.placement, options.impl, options.tuning
+        found = self._find(key)
+        if found is not None:
+            return found
         with self._lock, torch.inference_mode(False):
-            if self._engine is not None and self._engine_key == key and not self._stale():
-                return self._engine
-            # Other threads may still search with the old one: it goes when they let go of it.
-            self._engine = engine = None
+            found = self._find(key)
+            if found is not None:
+                return found
+            # Other threads may still search with engines that are let go of here: each goes when they do too.
+            loaded = self._loaded
+            if loaded is not None and self._stale(loaded):
+                self._loaded = loaded = None
             state = None if self._loaded_state is None else self._stock_state()
             index = _read_index(self.index_path, options)
+            digest = index.digest()
+            if loaded is not None and loaded.digest != digest:
+                self._loaded = loaded = None
             reachable = None
             if state is not None and self._loaded_state is not None and not _same(state, self._loaded_state):
                 index = self._index_in_memory(index)
                 reachable = torch.zeros(index.num_passages, dtype=torch.bool)
                 reachable[index.ivf_pids.long()] = True
-            device = torch.device("cuda", torch.cuda.current_device()) if self._on_gpu() else torch.device("cpu")
-            engine = _build_engine(index, device, options)
-            self._engine, self._engine_key, self._reachable = engine, key, reachable
-            self._engine_state = state if reachable is not None else None
-            return engine
+            kept: dict[Key, SearchEngine] = {} if loaded is None else dict(loaded.engines)
+            same = (one for other, one in kept.items() if other[-1] == key[-1] and _same_engine(one, options))
+            engine = next(same, None)
+            if engine is None:
+                engine = self._build(index, options, kept)
+            kept[key] = engine
+            while len(set(kept.values())) > MOST_ENGINES:
+                oldest = next(iter(kept.values()))
+                kept = {key: one for key, one in kept.items() if one is not oldest}
+            self._loaded = _Loaded(state if reachable is not None else None, digest, reachable, kept)
+            return engine, reachable
+
+    def _build(self, index: PlaidIndex, options: ScorerConfig, kept: dict[Key, SearchEngine]) -> SearchEngine:
+        """An engine beside those kept, on their device; empties ``kept`` where memory is too small for that."""
+        device = torch.device("cuda", torch.cuda.current_device()) if self._on_gpu() else torch.device("cpu")
+        others = list(kept.values())
+        if not others:
+            return _build_engine(index, device, options)
+        device = others[0].device
+        try:
+            return _build_engine(index, device, options, [engine.index for engine in others])
+        except RuntimeError:
+            kept.clear()
+            others.clear()
+            self._loaded = None
+        return _build_engine(index, device, options)
+
+    def _find(self, key: Key) -> tuple[SearchEngine, Tensor | None] | None:
+        loaded = self._loaded
+        if loaded is None or key not in loaded.engines or self._stale(loaded):
+            return None
+        return loaded.engines[key], loaded.reachable
 
     def _index_in_memory(self, stored: PlaidIndex) -> PlaidIndex:
         """The index as IndexUpdater left it in stock's tensors; centroids and buckets never change."""
@@ -378,6 +449,15 @@ class TileMaxSimScorer(IndexScorer):
         if message not in self._warned:
             self._warned.add(message)
             logger.log(level, "%s: %s", self.index_path, message)
+
+
+def _same_engine(engine: SearchEngine, options: ScorerConfig) -> bool:
+    """Whether these options would build the same, their defaults spelled out."""
+    on_gpu, where = engine.device.type == "cuda", engine.index.placement
+    impl = ("triton" if on_gpu else "torch") if options.impl == "auto" else options.impl
+    # What "auto" finds beside an engine with residuals elsewhere is another question each time.
+    names = {"cpu": ("auto", "host"), "gpu": ("auto", "gpu")}.get(where, (where,))
+    return engine.index.codec == options.codec != "pq" and engine.impl == impl and options.placement in names
 
 
 def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:

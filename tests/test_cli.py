@@ -162,7 +162,7 @@ def test_env(capsys):
         assert f"\n{name}" in "\n" + out
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["inspect"], ["env"]])
+@pytest.mark.parametrize("command", [[], ["run"], ["inspect"], ["pq"], ["env"]])
 def test_help(command, capsys):
     with pytest.raises(SystemExit) as error:
         cli.main([*command, "--help"])
@@ -176,3 +176,24 @@ def test_warmup_says_when_it_is_ready(tmp_path, capsys):
     assert "k=5: ready after" in capsys.readouterr().out
     with pytest.raises(ValueError, match="scorer_options"):
         cli.main(["warmup", str(tmp_path / "index"), "--scorer-options", '{"moed": 1}'])
+
+
+def test_pq_writes_a_sidecar_that_inspect_lists(tmp_path, capsys):
+    pytest.importorskip("faiss")
+    path = str(make_index(tmp_path / "index", n=60, dim=64))
+    assert cli.main(["pq", path, "--m", "8", "--sample", "500"]) == 0
+    assert "8 bytes a token" in capsys.readouterr().out
+    assert cli.main(["inspect", path]) == 0
+    assert "M = 8: PQ, 8 bytes a token" in capsys.readouterr().out
+    for arguments, message in (
+        (["--m", "8"], "expected none, or force=True"),
+        (["--m", "7"], "m: expected one of [8, 16, 32, 64]"),
+        (["--m", "16", "--sample", "3"], "sample: expected an integer"),
+    ):
+        assert cli.main(["pq", path, *arguments]) == 2
+        assert message in capsys.readouterr().err
+    assert cli.main(["pq", path, "--m", "8", "--opq", "--force", "--sample", "500", "--seed", "3"]) == 0
+    assert cli.main(["inspect", path]) == 0
+    assert "M = 8: OPQ" in capsys.readouterr().out
+    assert cli.main(["warmup", path, "--k", "5", "--query-maxlen", "8", "--scorer-options", '{"codec": "pq"}']) == 0
+    assert "k=5: ready" in capsys.readouterr().out

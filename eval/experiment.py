@@ -12,9 +12,10 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any
 
-from eval.cache import read_json
-from eval.measure import MEASURES
-from eval.systems import Knobs, parse_system
+from .cache import read_json
+from .manifest import PACKAGE
+from .measure import MEASURES
+from .systems import Knobs, parse_system
 
 
 def _check_types(value: Any) -> None:
@@ -54,11 +55,12 @@ class Comparing:
 @dataclass(frozen=True)
 class Timing:
     """queries: how many of the first queries are timed, null for all, 0 for no timing; warmup: of these, run once
-    before the clock starts; repeats: timed rounds over them."""
+    before the clock starts; repeats: timed rounds over them; batches: batch sizes whose throughput is measured."""
 
     queries: int | None
     warmup: int
     repeats: int
+    batches: list[int]
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,8 @@ class Experiment:
         for name, value in positive.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name}: expected a number >= 1, got {value}")
+        if wrong := [n for n in self.latency.batches if not isinstance(n, int) or isinstance(n, bool) or n < 1]:
+            raise ValueError(f"latency.batches: expected numbers >= 1, got {wrong[0]!r}")
         for name, value in (("latency.queries", self.latency.queries), ("latency.warmup", self.latency.warmup)):
             if value is not None and value < 0:
                 raise ValueError(f"{name}: expected a number >= 0, got {value}")
@@ -136,6 +140,19 @@ class Experiment:
         return replace(self, **changes)
 
 
+def find_config(name: str) -> Path:
+    """A configuration by path, or by the name of a shipped one. ValueError lists those."""
+    path = Path(name).expanduser()
+    if path.suffix == ".json" or path.exists():
+        return path
+    # A checkout has configs/ beside eval/, an installed package inside it.
+    folder = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
+    shipped = sorted(file.stem for file in folder.glob("*.json"))
+    if name not in shipped:
+        raise ValueError(f"config: expected a .json file or one of {', '.join(shipped)}, got {name!r}")
+    return folder / f"{name}.json"
+
+
 def default_experiment(dataset: str = "pydocs[:2000]") -> Experiment:
     """What the command line starts from: the sample collection, stock's knobs at k = 10, 100 and 1000."""
     return Experiment(
@@ -152,6 +169,6 @@ def default_experiment(dataset: str = "pydocs[:2000]") -> Experiment:
         search=[Knobs.defaults(k) for k in (10, 100, 1000)],
         measures=list(MEASURES),
         compare=Comparing(queries=100, exhaustive=True),
-        latency=Timing(queries=60, warmup=5, repeats=2),
+        latency=Timing(queries=60, warmup=5, repeats=2, batches=[1, 8, 32]),
         threads=None,
     )

@@ -31,7 +31,9 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from eval.cache import (
+from plaid_tilemaxsim import compat
+
+from .cache import (
     atomic_folder,
     cache_root,
     read_json,
@@ -41,13 +43,12 @@ from eval.cache import (
     versions,
     write_json,
 )
-from eval.checkpoint import checkpoint_identity
-from plaid_tilemaxsim import compat
+from .checkpoint import checkpoint_identity
 
 if TYPE_CHECKING:
     import torch
 
-    from eval.datasets import Dataset
+    from .datasets import Dataset
 
 # Passages per shard: what an interrupted encoding loses at most, about a minute of the small encoder.
 SHARD = 2048

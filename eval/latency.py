@@ -1,10 +1,11 @@
-"""Latency: systems interleaved on the same queries, end to end and by stage, warm-up left out."""
+"""Latency and throughput: systems interleaved on the same queries, end to end and by stage, warm-up left out."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from eval.systems import Knobs, System
+from .systems import Knobs, System
 
 PERCENTILES = (20, 50, 80, 95, 99)
 
@@ -34,7 +35,6 @@ def measure_latency(
     *,
     warmup: int,
     repeats: int,
-    device: torch.device,
     progress: str = "",
 ) -> dict[str, Any]:
     """Times of each system over Q (fp32 [n, LQ, DIM]): encoded query to pids and scores on the host.
@@ -42,44 +42,38 @@ def measure_latency(
     The first `warmup` queries run once untimed on every system. Then, `repeats` times, each query runs on all
     systems one after the other, the order turning by one every time, so that drift of the machine meets all alike.
     Stages are taken in a pass of their own, since reading clocks inside a search slows it; their means add up to
-    `stages_total`. Q is on `device` before the clock starts.
+    `stages_total`. Q is on each system's device before the clock starts; a system with a clock of its own is believed.
 
     Returns system name -> {"search": summary, "stages": stage -> mean ms, "stages_total": ms}, and under "agreement"
     the share of the first system's pids that each system returned in the timed calls.
     """
-    Q = Q.to(device)
-    queries = [Q[i : i + 1] for i in range(len(Q))]
+    on = {device: [q.to(device) for q in Q.split(1)] for device in {system.device for system in systems}}
     times: dict[str, list[float]] = {system.name: [] for system in systems}
     stages: dict[str, list[dict[str, float]]] = {system.name: [] for system in systems}
     shared: dict[str, list[float]] = {system.name: [] for system in systems}
-    total = (repeats + 1) * len(queries)
-    with tqdm(total=total, desc=progress, unit=" queries", disable=not progress) as bar:
+    with tqdm(total=(repeats + 1) * len(Q), desc=progress, unit=" queries", disable=not progress) as bar:
         for system in systems:
             system.use(knobs)
-            for q in queries[:warmup]:
+            for q in on[system.device][:warmup]:
                 system.search(q)
-        gc.collect()
-        gc.disable()  # a collection in one system's call would be counted against it
-        try:
+        with _no_collection():
             for repeat in range(repeats):
-                for i, q in enumerate(queries):
+                for i in range(len(Q)):
                     turn = (i + repeat) % len(systems)
                     found: dict[str, set[int]] = {}
                     for system in (*systems[turn:], *systems[:turn]):
                         system.use(knobs)
-                        milliseconds, pids = _timed(system, q, device)
+                        milliseconds, pids = timed(system, on[system.device][i])
                         times[system.name].append(milliseconds)
                         found[system.name] = set(pids)
                     base = found[systems[0].name]
                     for name, pids_found in found.items():
                         shared[name].append(len(base & pids_found) / max(len(base), 1))
                     bar.update()
-        finally:
-            gc.enable()
-        for q in queries:
+        for i in range(len(Q)):
             for system in systems:
                 system.use(knobs)
-                stages[system.name].append(system.stages(q))
+                stages[system.name].append(system.stages(on[system.device][i]))
             bar.update()
     result: dict[str, Any] = {}
     for name in times:
@@ -93,9 +87,53 @@ def measure_latency(
     return result
 
 
-def _timed(system: System, q: Tensor, device: torch.device) -> tuple[float, list[int]]:
-    if device.type == "cuda":
+def measure_throughput(
+    systems: Sequence[System], Q: Tensor, knobs: Knobs, batches: Sequence[int], *, rounds: int = 3, progress: str = ""
+) -> dict[str, dict[str, float]]:
+    """Queries a second by system and batch size (a string, for JSON): the best of `rounds` after one that warms up.
+
+    A batch is the first queries of Q (fp32 [n, LQ, DIM]), repeated where there are too few. A system without a call
+    for batches answers one by one.
+    """
+    result: dict[str, dict[str, float]] = {system.name: {} for system in systems}
+    bar = tqdm(total=len(systems) * len(batches), desc=progress, unit=" batches", disable=not progress)
+    with bar, _no_collection():
+        for system in systems:
+            system.use(knobs)
+            for size in batches:
+                batch = Q[torch.arange(size) % len(Q)].to(system.device)
+                milliseconds = [timed_batch(system, batch) for _ in range(rounds + 1)][1:]
+                result[system.name][str(size)] = size / min(milliseconds) * 1e3
+                bar.update()
+    return result
+
+
+def timed(system: System, q: Tensor) -> tuple[float, list[int]]:
+    """One search: (milliseconds until its lists are on the host, pids)."""
+    if system.device.type == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()
-    pids, _ = system.search(q)  # returns lists on the host, so the device is done
-    return (time.perf_counter() - started) * 1e3, pids
+    pids, _ = system.search(q)  # lists on the host, so the device is done
+    milliseconds = (time.perf_counter() - started) * 1e3
+    return milliseconds if system.own_ms is None else system.own_ms, pids
+
+
+def timed_batch(system: System, batch: Tensor) -> float:
+    """Milliseconds of one call for several queries."""
+    if system.device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    system.search_batch(batch)
+    milliseconds = (time.perf_counter() - started) * 1e3
+    return milliseconds if system.own_ms is None else system.own_ms
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection within the block: it would be counted against the system that runs just then."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -12,24 +12,32 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from eval.cache import atomic_folder, read_json, sha256_file, sha256_json, sha256_strings, versions, write_json
+import plaid_tilemaxsim
 
-ROOT = Path(__file__).resolve().parent.parent
+from .cache import atomic_folder, read_json, sha256_file, sha256_json, sha256_strings, versions, write_json
+
+PACKAGE = Path(__file__).resolve().parent  # eval/ of a checkout, or where a wheel put it
+ROOT = PACKAGE.parent
 MANIFEST = "manifest.json"
 PACKAGES = ("torch", "triton", "colbert-ai", "transformers", "numpy", "faiss-cpu", "faiss-gpu", "ir_measures")
 
 
 def source_digest(*paths: str) -> str:
-    """sha256 over names and contents of the Python files at or below the given paths of the checkout."""
-    files: list[Path] = []
+    """sha256 over names and contents of the Python files at or below paths like eval/compare.py or plaid_tilemaxsim."""
+    roots = {"eval": PACKAGE, "plaid_tilemaxsim": Path(plaid_tilemaxsim.__file__).resolve().parent}
+    parts: list[str] = []
     for path in paths:
-        full = ROOT / path
-        files += sorted(full.rglob("*.py")) if full.is_dir() else [full]
-    return sha256_strings(part for file in files for part in (str(file.relative_to(ROOT)), sha256_file(file)))
+        package, _, rest = path.partition("/")
+        full = roots[package] / rest
+        for file in sorted(full.rglob("*.py")) if full.is_dir() else [full]:
+            parts += [f"{package}/{file.relative_to(roots[package])}", sha256_file(file)]
+    return sha256_strings(parts)
 
 
 def commit() -> str | None:
-    """Commit of the checkout, with "-dirty" when tracked files differ from it; None where that is unknown."""
+    """Commit of the checkout, with "-dirty" when tracked files differ from it; None where there is none to ask."""
+    if not (ROOT / ".git").exists():  # a folder for packages may lie inside someone else's checkout
+        return None
     git = ["git", "-C", str(ROOT)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)

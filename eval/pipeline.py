@@ -1,9 +1,9 @@
 """The pipeline: an experiment to one results.json and one report.html, resumable stage by stage.
 
+    OUT/2bit/load/             result.json: load time, memory, size, first query of each system
     OUT/2bit/k10/plaid/        run.trec, scored.npz
-    OUT/2bit/k10/compare/      result.json
-    OUT/2bit/k10/latency/      result.json
-    OUT/experiment.json, results.json, report.html
+    OUT/2bit/k10/measure/      result.json, and so compare/ and latency/
+    OUT/experiment.json, results.json, report.html, report.md
 
 Each stage folder has a manifest (inputs, environment) and appears whole. A stage whose inputs are what they were is
 not run again. Indexes, passages and queries encoded are kept in the cache (eval.cache.cache_root).
@@ -12,32 +12,35 @@ not run again. Indexes, passages and queries encoded are kept in the cache (eval
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from eval import report
-from eval.cache import read_json, sha256_json, write_json
-from eval.checkpoint import RECIPES, checkpoint_identity, make_checkpoint
-from eval.compare import Side, compare
-from eval.datasets import Dataset, load_dataset
-from eval.experiment import Experiment
-from eval.indexing import EncodedQueries, build_index, encode_queries
-from eval.latency import measure_latency, summary
-from eval.manifest import PACKAGES, environment, is_complete, machine, source_digest, stage, versions
-from eval.measure import means, measure, paired
-from eval.oracle import Oracle
-from eval.retrieve import Scored, read_run, retrieve, write_run
-from eval.systems import Knobs, Session, System, open_systems
 from plaid_tilemaxsim.index.files import PlaidIndex, read_index
+
+from . import markdown, report
+from .cache import read_json, sha256_json, write_json
+from .checkpoint import RECIPES, checkpoint_identity, make_checkpoint
+from .compare import Side, compare
+from .datasets import Dataset, load_dataset
+from .experiment import Experiment
+from .indexing import Embeddings, EncodedQueries, build_index, encode_passages, encode_queries
+from .latency import measure_latency, measure_throughput, summary
+from .manifest import PACKAGES, environment, is_complete, machine, source_digest, stage, versions
+from .measure import means, measure, paired
+from .oracle import Oracle
+from .retrieve import Scored, read_run, retrieve, write_run
+from .systems import Knobs, NotRun, Opened, open_systems, unavailable
 
 # Metrics that differ by less than this agree to four decimals.
 METRIC_TOLERANCE = 5e-5
+STAGES = ("build", "retrieve", "measure", "compare", "latency")
 
 
 @dataclass
@@ -77,6 +80,16 @@ class Context:
             progress=self.progress,
         )
 
+    @cached_property
+    def not_run(self) -> dict[str, NotRun]:
+        """Systems that cannot run here, as far as that is known without loading them."""
+        reasons = {name: unavailable(name, self.cache) for name in self.experiment.systems}
+        return {name: why for name, why in reasons.items() if why is not None}
+
+    @cached_property
+    def available(self) -> list[str]:
+        return [name for name in self.experiment.systems if name not in self.not_run]
+
     @property
     def Q(self) -> Tensor:
         return self.encoded.Q
@@ -91,6 +104,7 @@ class IndexRun:
 
     def __init__(self, context: Context, nbits: int) -> None:
         self.context, self.nbits = context, nbits
+        self.folder = context.out / f"{nbits}bit"
         e = context.experiment
         self.path = build_index(
             context.checkpoint,
@@ -109,15 +123,44 @@ class IndexRun:
             "query_maxlen": e.query_maxlen,
             "versions": context.versions,
         }
-        self._session: Session | None = None
-        self.load_seconds: dict[str, float] = {}
 
     @cached_property
-    def systems(self) -> list[System]:
-        names = self.context.experiment.systems
-        self.context.say(f"{self.label}: loading {' and '.join(names)} (stock compiles extensions its first time)")
-        self._session, systems, self.load_seconds = open_systems(names, self.path)
-        return systems
+    def opened(self) -> Opened:
+        names = self.context.available
+        self.context.say(f"{self.label}: loading {', '.join(names)} (stock compiles extensions its first time)")
+        return open_systems(names, self.path, embeddings=self.embeddings, nbits=self.nbits, cache=self.context.cache)
+
+    def embeddings(self) -> Embeddings:
+        e = self.context.experiment
+        return encode_passages(
+            self.context.checkpoint, self.context.dataset, doc_maxlen=e.doc_maxlen, cache=self.context.cache,
+            progress=self.context.progress,
+        )  # fmt: skip
+
+    @cached_property
+    def costs(self) -> dict[str, Any]:
+        """What loading each system took, and which could not be loaded: {"costs": ..., "not_run": ...}."""
+        inputs = {
+            **self.identity,
+            "systems": self.context.available,
+            "machine": machine(),
+            "code": source_digest("eval/systems", "plaid_tilemaxsim"),
+        }
+
+        def make() -> dict[str, Any]:
+            return {"costs": self.opened.costs, "not_run": told(self.opened.not_run)}
+
+        result = self.stage_json(self.folder / "load", inputs, make)
+        base = self.context.experiment.systems[0]
+        if base not in result["costs"]:
+            why = {**told(self.context.not_run), **result["not_run"]}[base]
+            raise ValueError(f"{base}: expected the first system, with which others are compared, to run; {why}")
+        return result
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The systems that run, in the experiment's order."""
+        return [name for name in self.context.experiment.systems if name in self.costs["costs"]]
 
     @cached_property
     def oracle(self) -> Oracle:
@@ -131,8 +174,8 @@ class IndexRun:
     def bar(self, knobs: Knobs, what: str) -> str:
         return f"{self.label}, k={knobs.k}: {what}" if self.context.progress else ""
 
-    def run(self) -> dict[str, Any]:
-        """All stages over this index: its part of the results."""
+    def run(self, stages: Collection[str]) -> dict[str, Any]:
+        """The named stages over this index: its part of the results, whole when all are named."""
         result = {
             "nbits": self.nbits,
             "path": str(self.path),
@@ -142,54 +185,52 @@ class IndexRun:
             "centroids": self.index.num_centroids,
             "dim": self.index.dim,
             "bytes": self.index.nbytes,
-            "search": [self.run_knobs(knobs) for knobs in self.context.experiment.search],
         }
-        if self._session is not None:
-            self._session.close()
+        if set(stages) != {"build"}:
+            result |= {
+                "systems": self.names,
+                **self.costs,
+                "search": [self.run_knobs(knobs, stages) for knobs in self.context.experiment.search],
+            }
+        if "opened" in self.__dict__:
+            self.opened.close()
         return result
 
-    def run_knobs(self, knobs: Knobs) -> dict[str, Any]:
-        e, dataset = self.context.experiment, self.context.dataset
-        folder = self.context.out / f"{self.nbits}bit" / f"k{knobs.k}"
-        folders = {name: folder / name.replace(":", "_") for name in e.systems}
-        keys = {name: self.retrieve(folders[name], name, knobs) for name in e.systems}
-        values = {
-            name: measure(dataset.qrels, read_run(path / "run.trec"), e.measures) for name, path in folders.items()
-        }
-        base = e.systems[0]
-        others = e.systems[1:]
-        comparisons = self.compare(folder / "compare", folders, keys, knobs) if others else {}
-        timed = e.latency.queries != 0
-        latency = self.latency(folder / "latency", knobs) if timed else None
-        return {
-            "knobs": knobs.to_dict(),
-            "metrics": {name: means(by_measure) for name, by_measure in values.items()},
-            "paired": {name: {m: paired(values[base][m], values[name][m]) for m in e.measures} for name in others},
-            "per_query": {
-                "measure": e.measures[0],
-                "values": {name: [round(v, 6) for v in by[e.measures[0]].values()] for name, by in values.items()},
-            },
-            "compare": comparisons.get("compare", {}),
-            "exhaustive": comparisons.get("exhaustive"),
-            "latency": latency,
-        }
+    def run_knobs(self, knobs: Knobs, stages: Collection[str]) -> dict[str, Any]:
+        folder = self.folder / f"k{knobs.k}"
+        result: dict[str, Any] = {"knobs": knobs.to_dict()}
+        if {"retrieve", "measure", "compare"} & set(stages):
+            folders = {name: folder / name.replace(":", "_") for name in self.names}
+            keys = {name: self.retrieve(folders[name], name, knobs) for name in self.names}
+            if "measure" in stages:
+                result |= self.measure(folder / "measure", folders, keys)
+            if "compare" in stages:
+                others = self.names[1:]
+                compared = self.compare(folder / "compare", folders, keys, knobs) if others else {}
+                result |= {"compare": compared.get("compare", {}), "exhaustive": compared.get("exhaustive")}
+        if "latency" in stages:
+            timed = self.context.experiment.latency.queries != 0
+            result["latency"] = self.latency(folder / "latency", knobs) if timed else None
+        return result
 
     def retrieve(self, folder: Path, name: str, knobs: Knobs) -> dict[str, Any]:
         """The run of one system; returns the inputs that identify it."""
         e, dataset = self.context.experiment, self.context.dataset
-        code = ["eval/retrieve.py", "eval/systems.py"]
+        code = ["eval/retrieve.py", "eval/systems"]
         inputs = {
             **self.identity,
             "system": name,
+            "cost": self.costs["costs"][name].get("version"),
             "knobs": knobs.to_dict(),
             "judged": e.compare.queries,
             "threads": e.threads,
             "gpus": machine()["gpus"],
             "passages": dataset.passages_digest,
+            "own": dataset.removes_own,
             "code": source_digest(*code, *(["plaid_tilemaxsim"] if name != "plaid" else [])),
         }
         if not is_complete(folder, inputs):
-            system = next(s for s in self.systems if s.name == name)
+            system = next(s for s in self.opened.systems if s.name == name)
             # One more than k, in case the query's own passage is among them.
             system.use(knobs if system.follows_plaid else replace(knobs, k=knobs.k + 1))
             with stage(folder, inputs) as temporary:
@@ -202,6 +243,35 @@ class IndexRun:
                           k=knobs.k, tag=name, left_out=own)  # fmt: skip
                 write_json(temporary / "timings.json", timings)
         return inputs
+
+    def measure(self, folder: Path, folders: dict[str, Path], keys: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """Means, paired tests against the first system, and the first measure query by query."""
+        e, dataset = self.context.experiment, self.context.dataset
+        inputs = {
+            "runs": {name: sha256_json(key) for name, key in keys.items()},
+            "measures": e.measures,
+            "qrels": dataset.qrels_digest,
+            "versions": self.context.versions,
+            "code": source_digest("eval/measure.py"),
+        }
+
+        def make() -> dict[str, Any]:
+            values = {
+                name: measure(dataset.qrels, read_run(path / "run.trec"), e.measures) for name, path in folders.items()
+            }
+            base, first = self.names[0], e.measures[0]
+            return {
+                "metrics": {name: means(by_measure) for name, by_measure in values.items()},
+                "paired": {
+                    name: {m: paired(values[base][m], values[name][m]) for m in e.measures} for name in self.names[1:]
+                },
+                "per_query": {
+                    "measure": first,
+                    "values": {name: [round(v, 6) for v in by[first].values()] for name, by in values.items()},
+                },
+            }
+
+        return self.stage_json(folder, inputs, make)
 
     def compare(
         self, folder: Path, folders: dict[str, Path], keys: dict[str, dict[str, Any]], knobs: Knobs
@@ -217,10 +287,10 @@ class IndexRun:
 
         def make() -> dict[str, Any]:
             scored = {name: Scored.load(path / "scored.npz") for name, path in folders.items()}
-            by_name = {system.name: system for system in self.systems}
+            by_name = {system.name: system for system in self.opened.systems}
             sides = [
                 Side(name, scored[name], by_name[name].tolerance, by_name[name].clamps, by_name[name].follows_plaid)
-                for name in e.systems
+                for name in self.names
             ]
             Q = self.context.Q[: e.compare.queries]
             result: dict[str, Any] = {"compare": {}, "exhaustive": None}
@@ -236,45 +306,52 @@ class IndexRun:
         return self.stage_json(folder, inputs, make)
 
     def exhaustive(self, sides: list[Side], Q: Tensor, knobs: Knobs) -> dict[str, Any]:
-        """Share of the collection's k best, by exact scores of all passages, that each system returned."""
+        """Of the collection's k best, by exact scores of all passages: the share that each system returned (`recall`),
+        and that was among its candidates before pruning (`candidates`, where a system tells them)."""
         from tqdm import tqdm
 
         found: dict[str, list[float]] = {side.name: [] for side in sides}
+        probed: dict[str, list[float]] = {}
         label = self.bar(knobs, "oracle over all passages")
         for i in tqdm(range(len(Q)), desc=label, unit=" queries", disable=not label):
-            best = set(self.oracle.topk(Q[i], knobs.k)[0].tolist())
+            best = self.oracle.topk(Q[i], knobs.k)[0].numpy()
             for side in sides:
-                pids = side.scored.query(i)[0][: knobs.k].tolist()
-                found[side.name].append(len(best.intersection(pids)) / len(best))
-        return {"queries": len(Q), "recall": {name: sum(shares) / len(shares) for name, shares in found.items()}}
+                pids = side.scored.query(i)[0][: knobs.k]
+                found[side.name].append(float(np.isin(best, pids).mean()))
+                if side.follows_plaid:
+                    probed.setdefault(side.name, []).append(float(np.isin(best, side.scored.candidates_of(i)).mean()))
+        return {
+            "queries": len(Q),
+            "recall": {name: float(np.mean(shares)) for name, shares in found.items()},
+            "candidates": {name: float(np.mean(shares)) for name, shares in probed.items()},
+        }
 
     def latency(self, folder: Path, knobs: Knobs) -> dict[str, Any]:
         e = self.context.experiment
         timing = e.latency
         inputs = {
             **self.identity,
-            "systems": e.systems,
+            "systems": self.names,
             "knobs": knobs.to_dict(),
-            "queries": timing.queries,
-            "warmup": timing.warmup,
-            "repeats": timing.repeats,
+            "timing": asdict(timing),
             "machine": machine(),
-            "code": source_digest("eval/latency.py", "eval/systems.py", "plaid_tilemaxsim"),
+            "code": source_digest("eval/latency.py", "eval/systems", "plaid_tilemaxsim"),
         }
 
         def make() -> dict[str, Any]:
-            systems = self.systems
-            assert self._session is not None
-            result = measure_latency(
-                systems, self.context.Q[: timing.queries], knobs, warmup=timing.warmup, repeats=timing.repeats,
-                device=self._session.device, progress=self.bar(knobs, "latency"),
-            )  # fmt: skip
+            systems = self.opened.systems
+            Q = self.context.Q[: timing.queries]
             return {
                 "threads": torch.get_num_threads(),
-                "device": self._session.device.type,
-                "load_seconds": self.load_seconds,
-                "systems": result,
-            }
+                "device": systems[0].device.type,
+                "systems": measure_latency(
+                    systems, Q, knobs, warmup=timing.warmup, repeats=timing.repeats,
+                    progress=self.bar(knobs, "latency"),
+                ),
+                "throughput": measure_throughput(
+                    systems, Q, knobs, timing.batches, progress=self.bar(knobs, "throughput")
+                ),
+            }  # fmt: skip
 
         return self.stage_json(folder, inputs, make)
 
@@ -287,36 +364,58 @@ class IndexRun:
         return result
 
 
+def told(not_run: Mapping[str, NotRun]) -> dict[str, dict[str, str]]:
+    """Why systems did not run, as JSON."""
+    return {name: {"reason": why.reason, "remedy": why.remedy} for name, why in not_run.items()}
+
+
 def run(
     experiment: Experiment,
     out: Path,
     *,
+    stages: Collection[str] = STAGES,
     data: str | None = None,
     cache: str | None = None,
+    kernels: Path | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Run an experiment into the folder `out`; returns what results.json holds.
+    """Run an experiment, or some of its STAGES and what they need, into the folder `out`; returns the results.
 
-    data: folder of collections that may be named barely. cache: see eval.cache.cache_root.
+    With all stages these are what results.json holds, and report.html and report.md are written beside it.
+    data: folder of collections that may be named barely. cache: see eval.cache.cache_root. kernels: a result of
+    scripts/bench_kernels.py whose roofline goes into the report.
     Raises ValueError for what the experiment asks and cannot get, naming it.
     """
+    if unknown := [name for name in stages if name not in STAGES]:
+        raise ValueError(f"stages: expected some of {', '.join(STAGES)}, got {unknown[0]!r}")
     if experiment.threads is not None:
         torch.set_num_threads(experiment.threads)
     context = Context(experiment, out, data, cache, progress)
     write_json(out / "experiment.json", experiment.to_dict())
-    indexes = [IndexRun(context, nbits).run() for nbits in experiment.nbits]
-    results = {
+    for name, why in context.not_run.items():
+        context.say(f"{name}: not run: {why}")
+    indexes = [IndexRun(context, nbits).run(stages) for nbits in experiment.nbits]
+    results: dict[str, Any] = {
         "experiment": experiment.to_dict(),
         "environment": environment(),
         "dataset": context.dataset.identity(),
         "checkpoint": checkpoint_identity(context.checkpoint),
-        "encode": {**summary(context.encoded.milliseconds), "shape": list(context.Q.shape)},
         "indexes": indexes,
     }
+    if set(stages) != set(STAGES):
+        return results
+    results["encode"] = {**summary(context.encoded.milliseconds), "shape": list(context.Q.shape)}
+    not_run = told(context.not_run)
+    for index in indexes:
+        not_run |= index["not_run"]
+    results["not_run"] = not_run
     results["verdict"] = verdict(results)
     results["figures"] = figures(results)
+    if kernels is not None:
+        results["kernels"] = read_json(kernels)
     write_json(out / "results.json", results)
     report.write(results, out / "report.html")
+    markdown.write(results, out / "report.md")
     return results
 
 

@@ -17,6 +17,7 @@ STAGES = {
     "maxsim": "MaxSim",
     "exact": "decompression + MaxSim, fused",
     "topk": "top-k",
+    "search": "the whole search, not told apart",
 }
 
 
@@ -124,3 +125,134 @@ def query_scatter(x: Sequence[float], y: Sequence[float], title: str, x_label: s
     middle = top + side / 2
     body.append(f'<g transform="rotate(-90 10 {middle})">{_text(10, middle + 2, y_label, "middle")}</g>')
     return _svg(top + side + 40, title, "".join(body), width=left + side + 12, kind="small")
+
+
+SERIES = 8  # colour classes c0, c1, ... of report.css
+
+
+def series_class(i: int) -> str:
+    return f"c{i % SERIES}"
+
+
+class _Axes:
+    """A frame with ticks on two axes; maps values to places."""
+
+    def __init__(self, x: Sequence[float], y: Sequence[float], *, log_x: bool, log_y: bool, height: float) -> None:
+        self.left, self.right, self.top, self.bottom = 64.0, WIDTH - 190.0, 12.0, height - 46.0
+        self.log_x, self.log_y = log_x, log_y
+        self.x, self.y = _span(x, log_x), _span(y, log_y)
+
+    def at(self, x: float, y: float) -> tuple[float, float]:
+        across = _share(x, self.x, self.log_x)
+        up = _share(y, self.y, self.log_y)
+        return self.left + across * (self.right - self.left), self.bottom - up * (self.bottom - self.top)
+
+    def body(self, x_label: str, y_label: str, x_ticks: Sequence[float] | None = None) -> str:
+        parts = [_rect(self.left, self.top, self.right - self.left, self.bottom - self.top, "frame")]
+        for value in x_ticks or _ticks(self.x, self.log_x):
+            place, _ = self.at(value, self.y[0])
+            parts.append(f'<line x1="{place:.1f}" x2="{place:.1f}" y1="{self.bottom}" y2="{self.bottom + 5}" '
+                         'class="axis"/>')  # fmt: skip
+            parts.append(_text(place, self.bottom + 19, _plain(value), "middle"))
+        for value in _ticks(self.y, self.log_y):
+            _, place = self.at(self.x[0], value)
+            parts.append(
+                f'<line x1="{self.left}" x2="{self.right}" y1="{place:.1f}" y2="{place:.1f}" class="diagonal"/>'
+            )
+            parts.append(_text(self.left - 8, place + 4, _plain(value), "end"))
+        parts.append(_text((self.left + self.right) / 2, self.bottom + 38, x_label, "middle"))
+        middle = (self.top + self.bottom) / 2
+        parts.append(f'<g transform="rotate(-90 14 {middle})">{_text(14, middle + 4, y_label, "middle")}</g>')
+        return "".join(parts)
+
+
+def _span(values: Sequence[float], log: bool) -> tuple[float, float]:
+    """The values' range, widened so that no point lies on the frame."""
+    low, high = min(values), max(values)
+    if log:
+        return low / 1.35, high * 1.35
+    margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
+    return low - margin, high + margin
+
+
+def _share(value: float, span: tuple[float, float], log: bool) -> float:
+    low, high = (math.log(bound) for bound in span) if log else span
+    return ((math.log(value) if log else value) - low) / (high - low)
+
+
+def _ticks(span: tuple[float, float], log: bool) -> list[float]:
+    """Round values within the span: at least two."""
+    low, high = span
+    if log:
+        decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
+            found = [step * 10.0**decade for decade in decades for step in steps if low <= step * 10.0**decade <= high]
+            if len(found) >= 3:
+                return found
+        return found or [low, high]
+    size = 10.0 ** math.floor(math.log10((high - low) / 4))
+    step = next(size * factor for factor in (1, 2, 5, 10) if (high - low) / (size * factor) <= 6)
+    first = math.ceil(low / step)
+    return [n * step for n in range(first, math.floor(high / step) + 1)]
+
+
+def _plain(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}" if value == round(value, 6) else f"{value:.3g}"
+
+
+def _apart(places: list[float], least: float = 15.0) -> list[float]:
+    """The same heights, moved down where two labels would overlap."""
+    moved = list(places)
+    for i, j in zip(order := sorted(range(len(places)), key=places.__getitem__), order[1:]):
+        moved[j] = max(moved[j], moved[i] + least)
+    return moved
+
+
+def lines(series: Sequence[tuple[str, Sequence[tuple[float, float]]]], title: str, x_label: str, y_label: str) -> str:
+    """One line a series over logarithmic axes, named at its end; ticks at the x values that occur."""
+    points = [point for _, line in series for point in line]
+    axes = _Axes([x for x, _ in points], [y for _, y in points], log_x=True, log_y=True, height=330)
+    body = [axes.body(x_label, y_label, sorted({x for x, _ in points}))]
+    ends = _apart([axes.at(*line[-1])[1] for _, line in series])
+    for i, ((name, line), end) in enumerate(zip(series, ends)):
+        kind = series_class(i)
+        path = " ".join("{:.1f},{:.1f}".format(*axes.at(x, y)) for x, y in line)
+        body.append(f'<polyline points="{path}" class="line {kind}"/>')
+        for x, y in line:
+            across, up = axes.at(x, y)
+            tip = escape(f"{name}, {_plain(x)}: {significant(y)}")
+            body.append(
+                f'<circle cx="{across:.1f}" cy="{up:.1f}" r="4" class="dot {kind}"><title>{tip}</title></circle>'
+            )
+        body.append(_text(axes.right + 10, end + 4, name, kind=f"name {kind}"))
+    return _svg(330, title, "".join(body))
+
+
+def points(
+    found: Sequence[tuple[str, str, float, float]],
+    title: str,
+    x_label: str,
+    y_label: str,
+    *,
+    log_x: bool = False,
+    roof: float | None = None,
+) -> str:
+    """(series, name of the point, x, y), y logarithmic. `roof`: a line y = roof * x, for a roofline."""
+    xs, ys = [x for *_, x, _ in found], [y for *_, y in found]
+    if roof is not None:
+        ys = [*ys, roof * min(xs), roof * max(xs)]
+    axes = _Axes(xs, ys, log_x=log_x, log_y=True, height=360)
+    names = list(dict.fromkeys(series for series, *_ in found))
+    body = [axes.body(x_label, y_label)]
+    if roof is not None:
+        (x1, y1), (x2, y2) = (axes.at(x, roof * x) for x in (min(xs), max(xs)))
+        body.append(f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="roof"/>')
+    for series, name, x, y in found:
+        across, up = axes.at(x, y)
+        tip = escape(f"{series}, {name}: {significant(x, 4)}, {significant(y)}")
+        kind = series_class(names.index(series))
+        body.append(f'<circle cx="{across:.1f}" cy="{up:.1f}" r="6" class="dot {kind}"><title>{tip}</title></circle>')
+    for i, series in enumerate(names):
+        body.append(f'<circle cx="{axes.right + 16}" cy="{24 + 20 * i}" r="6" class="dot {series_class(i)}"/>')
+        body.append(_text(axes.right + 28, 28 + 20 * i, series))
+    return _svg(360, title, "".join(body))

@@ -27,8 +27,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from eval.cache import atomic_folder, cache_root, sha256_json, sha256_strings, versions, write_json
-from eval.datasets import write_beir
+from .cache import atomic_folder, cache_root, sha256_json, sha256_strings, versions, write_json
+from .datasets import write_beir
 
 PACKAGES = ("torch", "numpy", "scipy", "transformers", "stdlib")
 DEFAULT_PASSAGES, DEFAULT_QUERIES = 2_000, 300

@@ -12,9 +12,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from eval import plots
-from eval.manifest import write_text
-from eval.plots import significant
+from . import plots
+from .manifest import write_text
+from .plots import significant
 
 Results = dict[str, Any]
 
@@ -25,23 +25,29 @@ def write(results: Results, path: Path) -> None:
 
 
 def render(results: Results) -> str:
-    base = results["experiment"]["systems"][0]
-    title = f"{_names(results)} on {results['dataset']['name']}"
+    base, heading = ran(results)[0], title(results)
     body = [
-        f"<header><h1>{escape(title)}</h1><p>{_subtitle(results)}</p></header>",
+        f"<header><h1>{escape(heading)}</h1><p>{_subtitle(results)}</p></header>",
         f"<section class=answers>{_same(results)}{_faster(results)}{_where(results)}</section>",
         _latency_section(results, base),
+        _costs_section(results),
         _sameness_section(results, base),
         _quality_section(results, base),
+        _roofline_section(results),
+        _not_run_section(results),
         _details_section(results),
     ]
     data = json.dumps(results).replace("</", "<\\/")
     return (
         "<!doctype html><html lang=en><meta charset=utf-8>"
         "<meta name=viewport content='width=device-width, initial-scale=1'>"
-        f"<title>{escape(title)}</title><style>{_style()}</style>\n<main>{''.join(filter(None, body))}</main>\n"
+        f"<title>{escape(heading)}</title><style>{_style()}</style>\n<main>{''.join(filter(None, body))}</main>\n"
         f'<script type="application/json" id="results">{data}</script></html>\n'
     )
+
+
+def title(results: Results) -> str:
+    return f"{_names(results)} on {results['dataset']['name']}"
 
 
 def _style() -> str:
@@ -52,10 +58,21 @@ def _style() -> str:
 
 def label(system: str) -> str:
     """How the page calls a system."""
-    scorer, _, options = system.partition(":")
-    name = {"plaid": "stock PLAID", "tilemaxsim": "TileMaxSim"}.get(scorer, scorer)
-    words = [option.removeprefix("mode=") for option in options.split(",") if option]
-    return " ".join([name, *words])
+    kind, _, options = system.partition(":")
+    names = {"plaid": "stock PLAID", "tilemaxsim": "TileMaxSim", "maxsim": "MaxSim,", "oracle": "float64 oracle",
+             "xtr-warp": "WARP"}  # fmt: skip
+    words = [option.removeprefix("mode=").removeprefix("impl=") for option in options.split(",") if option]
+    return " ".join([names.get(kind, kind), *("on the CPU" if word == "device=cpu" else word for word in words)])
+
+
+def ran(results: Results) -> list[str]:
+    """The systems that ran on every index, in the experiment's order; the first is what others are compared with."""
+    return [s for s in results["experiment"]["systems"] if all(s in index["systems"] for index in results["indexes"])]
+
+
+def plugin_of(systems: Sequence[str]) -> str:
+    """The system that the page is about: the plugin's first, else the first after the base."""
+    return next((system for system in systems[1:] if system.startswith("tilemaxsim")), systems[1])
 
 
 def times(value: float) -> str:
@@ -68,7 +85,7 @@ def percent(share: float) -> str:
 
 def _names(results: Results) -> str:
     """What the page compares; modes of one scorer are not told apart here."""
-    names = list(dict.fromkeys(label(system.partition(":")[0]) for system in results["experiment"]["systems"]))
+    names = list(dict.fromkeys(label(system.partition(":")[0]) for system in ran(results)))
     return f"{' and '.join(names[1:])} against {names[0]}" if names[1:] else names[0]
 
 
@@ -78,12 +95,12 @@ def _subtitle(results: Results) -> str:
     return (
         f"{counts['passages']:,} passages ({index['tokens']:,} token vectors, {index['dim']} dims, {bits} bit, "
         f"{index['centroids']:,} centroids), {counts['queries']:,} queries. Encoder: "
-        f"{escape(str(results['checkpoint']['name']))}. Machine: {escape(_machine(results))}. "
+        f"{escape(str(results['checkpoint']['name']))}. Machine: {escape(machine(results))}. "
         f"Encoding a query takes {significant(encode['p50'])} ms (median) and is in no other time on this page."
     )
 
 
-def _machine(results: Results) -> str:
+def machine(results: Results) -> str:
     machine = results["environment"]["machine"]
     gpus = [gpu["name"] for gpu in machine["gpus"]]
     threads = machine["threads"]
@@ -92,7 +109,7 @@ def _machine(results: Results) -> str:
     )
 
 
-def _settings(results: Results) -> list[tuple[dict[str, Any], str]]:
+def settings(results: Results) -> list[tuple[dict[str, Any], str]]:
     """Every (search, what to call it): by k, and by bits where there are several."""
     several = len(results["indexes"]) > 1
     return [
@@ -129,7 +146,7 @@ def _same(results: Results) -> str:
         return _card(question, "Not compared", "plain", ["No two systems ran that should give the same results."])
     judged = 0
     errors: dict[str, float] = {}
-    for search, _ in _settings(results):
+    for search, _ in settings(results):
         for compared in search["compare"].values():
             if compared["comparable"]:
                 judged += compared["queries"]
@@ -153,11 +170,11 @@ def _same(results: Results) -> str:
 
 def _faster(results: Results) -> str:
     question = "How much faster?"
-    systems = results["experiment"]["systems"]
-    timed = [(search["latency"]["systems"], name) for search, name in _settings(results) if search["latency"]]
+    systems = ran(results)
+    timed = [(search["latency"]["systems"], name) for search, name in settings(results) if search["latency"]]
     if not timed or not systems[1:]:
         return _card(question, "Not timed", "plain", [])
-    base, ours = systems[0], systems[1]
+    base, ours = systems[0], plugin_of(systems)
     gains = [(by[base]["search"]["p50"] / by[ours]["search"]["p50"], by, name) for by, name in timed]
     low, high = min(g[0] for g in gains), max(g[0] for g in gains)
     answer = times(low) if times(low) == times(high) else f"{times(low)} to {times(high)}"
@@ -174,12 +191,13 @@ def _faster(results: Results) -> str:
 
 def _where(results: Results) -> str:
     question = "Where does the time go?"
-    timed = [(search["latency"]["systems"], name) for search, name in _settings(results) if search["latency"]]
+    timed = [(search["latency"]["systems"], name) for search, name in settings(results) if search["latency"]]
     if not timed:
         return _card(question, "Not timed", "plain", [])
     by, name = timed[-1]
     lines, answer = [], ""
-    for system, figures in list(by.items())[:2]:
+    for system in [s for s in ran(results) if s in (ran(results)[0], plugin_of([*ran(results), ran(results)[0]]))]:
+        figures = by[system]
         stage, spent = max(figures["stages"].items(), key=lambda item: item[1])
         share = spent / figures["stages_total"]
         what = plots.STAGES[stage]
@@ -195,7 +213,7 @@ def _where(results: Results) -> str:
 def _latency_section(results: Results, base: str) -> str:
     rows, groups = [], []
     stages_seen: dict[str, None] = {}
-    for search, name in _settings(results):
+    for search, name in settings(results):
         if not search["latency"]:
             continue
         systems = search["latency"]["systems"]
@@ -211,7 +229,7 @@ def _latency_section(results: Results, base: str) -> str:
         groups.append((name, bars))
     if not rows:
         return ""
-    latency = next(search["latency"] for search, _ in _settings(results) if search["latency"])
+    latency = next(search["latency"] for search, _ in settings(results) if search["latency"])
     timing = results["experiment"]["latency"]
     return (
         "<section id=latency><h2>Latency</h2>"
@@ -224,15 +242,119 @@ def _latency_section(results: Results, base: str) -> str:
         "a little). Each k has its own scale.</p>"
         + plots.legend([s for s in plots.STAGES if s in stages_seen])
         + plots.stage_bars(groups, "Milliseconds by stage, each system at each k")
+        + _tradeoff(results)
+        + _throughput(results)
+        + "</section>"
+    )  # fmt: skip
+
+
+def _tradeoff(results: Results) -> str:
+    """Latency against the share of the exact top k that comes back."""
+    found = [
+        (label(system), name, search["exhaustive"]["recall"][system], timing["search"]["p50"])
+        for search, name in settings(results)
+        if search["latency"] and search["exhaustive"]
+        for system, timing in search["latency"]["systems"].items()
+    ]
+    if not found:
+        return ""
+    return (
+        "<h3>Latency against recall</h3><p>One point a system and setting: to the right is closer to exact search of "
+        "the whole collection, below is faster. Point at one for its setting.</p>"
+        + plots.points(found, "Median latency against recall of the exact top k", "share of the exact top k found",
+                       "median ms")
+    )  # fmt: skip
+
+
+def _throughput(results: Results) -> str:
+    """Queries a second against batch size, at each setting."""
+    figures = []
+    for search, name in settings(results):
+        timing = (search["latency"] or {}).get("throughput") or {}
+        series = [(label(s), [(float(n), v) for n, v in rates.items()]) for s, rates in timing.items() if rates]
+        if series:
+            plot = plots.lines(series, f"Queries a second by batch size, {name}", "queries a call", "queries a second")
+            figures.append(f"<figure><figcaption>{name}</figcaption>{plot}</figure>")
+    if not figures:
+        return ""
+    more = "".join(figures[1:])
+    return (
+        "<h3>Throughput</h3><p>Queries a second when a call holds several; best of three. Systems without a call for "
+        f"batches answer one by one.</p>{figures[0]}"
+        + (f"<details><summary>The other settings ({len(figures) - 1})</summary>{more}</details>" if more else "")
+    )
+
+
+def _costs_section(results: Results) -> str:
+    rows = []
+    for index in results["indexes"]:
+        for system, cost in index["costs"].items():
+            sizes = [size(cost[key]) for key in ("index_bytes", "gpu_bytes", "gpu_peak_bytes", "host_bytes")]
+            seconds = [significant(cost["load_seconds"]), significant(cost["first_query_ms"])]
+            rows.append([f"{index['nbits']} bit", label(system), *seconds, *sizes])
+    return (
+        "<section id=costs><h2>Loading and memory</h2><p>From files to the first answer, in the order in which they "
+        "were loaded; systems that share a loaded index cost nothing more. The first query includes what is compiled "
+        "or recorded at a first search. Host memory is what the process grew by, mapped files included.</p>"
+        + _table(["", "system", "load s", "first query ms", "index", "GPU memory", "GPU peak", "host memory"], rows,
+                 text_columns=2)
+        + "</section>"
+    )  # fmt: skip
+
+
+def size(count: int | None) -> str:
+    """Bytes for people; empty where they are not known."""
+    if count is None:
+        return ""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(count) >= scale:
+            return f"{significant(count / scale)} {unit}"
+    return f"{count} B"
+
+
+def _roofline_section(results: Results) -> str:
+    """From a result of scripts/bench_kernels.py: TFLOP/s against operations a byte, under the read bandwidth."""
+    kernels = results.get("kernels")
+    rows = [row for row in (kernels or {}).get("rows", []) if row.get("ms") and row.get("nbytes")]
+    if not rows:
+        return ""
+    assert kernels is not None
+    found = []
+    for row in rows:
+        operations = 2.0 * row["tokens"] * row["DIM"] * row["LQ"]
+        who = "TileMaxSim" if row["ours"] else row["kernel"].split(".")[0].split(",")[0]
+        what = f"{row['group']} {row['name']}, {row['kernel']}"
+        found.append((who, what, operations / row["nbytes"], operations / row["ms"] / 1e9))
+    read = kernels["read"]["gb_s"]
+    return (
+        "<section id=roofline><h2>Roofline of the kernels</h2><p>A point is a kernel on one shape; the dashed line is "
+        f"what reading its input once at {read:,.0f} GB/s allows (measured in the same run, {escape(kernels['gpu'])})."
+        "</p>"
+        + plots.points(found, "Operations a second against operations a byte", "operations a byte of input",
+                       "TFLOP/s", log_x=True, roof=read / 1e3)
+        + "</section>"
+    )  # fmt: skip
+
+
+def _not_run_section(results: Results) -> str:
+    if not results["not_run"]:
+        return ""
+    rows = [
+        [label(name), escape(why["reason"]), f"<code>{escape(why['remedy'])}</code>" if why["remedy"] else ""]
+        for name, why in results["not_run"].items()
+    ]
+    return (
+        "<section id=not-run><h2>Not run</h2>" + _table(["system", "why", "what helps"], rows, text_columns=3)
         + "</section>"
     )  # fmt: skip
 
 
 def _sameness_section(results: Results, base: str) -> str:
     rows, errors, failures = [], [], []
+    histograms: list[tuple[str, str]] = []  # setting, figures of both sides
     figures: list[tuple[str, str]] = []  # system, figure
     listed: set[tuple[str, str]] = set()
-    for search, name in _settings(results):
+    for search, name in settings(results):
         for system, compared in search["compare"].items():
             ranking, n = compared["ranking"], compared["queries"]
             verdict = {True: "<b class=yes>same</b>", False: "<b class=no>differs</b>", None: "another mode"}
@@ -251,6 +373,17 @@ def _sameness_section(results: Results, base: str) -> str:
             for failure in compared["failures"]:
                 failures.append([name, label(system), escape(str(failure["query"])), escape(failure["what"]),
                                  escape(failure["detail"])])  # fmt: skip
+            both = [(who, error) for who, error in compared["errors"].items() if error["n"] and compared["comparable"]]
+            if both:
+                plots_of = "".join(
+                    "<figure><figcaption>"
+                    f"{label(who)}: mean size {significant(error['mean'], 2)}</figcaption>"
+                    + plots.histogram(**error["histogram"], title=f"errors of {label(who)}, {name}",
+                                      axis=f"score of {label(who)} − oracle")
+                    + "</figure>"
+                    for who, error in both
+                )  # fmt: skip
+                histograms.append((name, plots_of))
             difference = compared["difference"]
             if difference["n"]:
                 axis = f"score of {label(system)} − score of {label(base)}"
@@ -266,7 +399,7 @@ def _sameness_section(results: Results, base: str) -> str:
     more = f"<details><summary>The other settings ({len(figures) - 1})</summary>{rest}</details>" if rest else ""
     wrong = ""
     if failures:
-        total = sum(c["num_failures"] for search, _ in _settings(results) for c in search["compare"].values())
+        total = sum(c["num_failures"] for search, _ in settings(results) for c in search["compare"].values())
         wrong = f"<h3>What differs</h3><p>The first {len(failures)} of {total} findings.</p>" + _table(
             ["", "system", "query", "what", "detail"], failures, text_columns=5
         )
@@ -281,6 +414,7 @@ def _sameness_section(results: Results, base: str) -> str:
         + wrong
         + "<h3>Scores against the oracle</h3>"
         + _table(["", "system", "mean |error|", "median", "p99", "max", "allowed", "scores"], errors, text_columns=2)
+        + (f"<h3>Errors, {histograms[-1][0]}</h3>{histograms[-1][1]}" if histograms else "")
         + "<h3>Score differences</h3>" + "".join(figures[i][1] for i in shown) + more + "</section>"
     )  # fmt: skip
 
@@ -299,15 +433,18 @@ def _sets(sets: dict[str, int] | None, n: int) -> str:
 def _quality_section(results: Results, base: str) -> str:
     measures = results["experiment"]["measures"]
     rows, figures = [], []
-    exhaustive = any(search["exhaustive"] for search, _ in _settings(results))
-    for search, name in _settings(results):
+    exhaustive = any(search["exhaustive"] for search, _ in settings(results))
+    for search, name in settings(results):
         for system, by_measure in search["metrics"].items():
             cells = []
             for m in measures:
                 change = search["paired"].get(system, {}).get(m)
                 note = "" if change is None else f" <small>{_change(change)}</small>"
                 cells.append(f"{by_measure[m]:.4f}{note}")
-            recall = [percent(search["exhaustive"]["recall"][system])] if search["exhaustive"] else [""] * exhaustive
+            exact = search["exhaustive"]
+            recall = [percent(exact["recall"][system])] if exact else [""] * exhaustive
+            probed = (exact or {}).get("candidates", {}).get(system)
+            recall += ([percent(probed)] if probed is not None else [""]) * exhaustive
             rows.append([name, label(system), *cells, *recall])
         points = search["per_query"]["values"]
         for system, by_measure in search["paired"].items():
@@ -317,13 +454,13 @@ def _quality_section(results: Results, base: str) -> str:
                 points[base], points[system], f"{m} of each query, {name}", label(base), label(system)
             )
             figures.append(f"<figure><figcaption><b>{name}</b>: {shown}</figcaption>{plot}</figure>")
-    header = ["", "system", *map(escape, measures), *["of the exact top k"] * exhaustive]
+    header = ["", "system", *map(escape, measures), *["of the exact top k", "in candidates"] * exhaustive]
     note = "" if not results["verdict"]["of"] else (
         f" In small print: the difference to {label(base)} and on how many queries it shows."
     )  # fmt: skip
     exact = (
-        " The last column is the share of the k best passages, by the oracle's scores of the whole collection, "
-        "that the search returned." if exhaustive else ""
+        " The last columns are the share of the k best passages, by the oracle's scores of the whole collection, "
+        "that the search returned, and that were among its candidates before pruning." if exhaustive else ""
     )  # fmt: skip
     return (
         "<section id=quality><h2>Effectiveness</h2>"
@@ -353,7 +490,7 @@ def _change(change: dict[str, Any]) -> str:
 def _details_section(results: Results) -> str:
     experiment, environment = results["experiment"], results["environment"]
     knobs = [[name, *(f"{search['knobs'][key]:g}" for key in ("ncells", "centroid_score_threshold", "ndocs"))]
-             for search, name in _settings(results)]  # fmt: skip
+             for search, name in settings(results)]  # fmt: skip
     indexes = [
         [f"{i['nbits']}", f"{i['bytes'] / 1e6:,.1f}", f"{i['tokens']:,}", f"{i['centroids']:,}", f"{i['dim']}",
          f"<code>{escape(i['digest'][:16])}</code>"]
@@ -365,7 +502,7 @@ def _details_section(results: Results) -> str:
         "queries sha256": results["dataset"]["sha256"]["queries"],
         "judgments sha256": results["dataset"]["sha256"]["qrels"],
         "checkpoint": f"{results['checkpoint']['name']}, sha256 {results['checkpoint']['sha256']}",
-        "machine": _machine(results),
+        "machine": machine(results),
         "platform": environment["platform"],
         "versions": ", ".join(f"{name} {v}" for name, v in environment["versions"].items() if v != "absent"),
         "commit": environment["commit"] or "unknown",
@@ -381,13 +518,36 @@ def _details_section(results: Results) -> str:
     )
 
 
+def part(results: Results, command: str) -> str:
+    """What one command of the evaluation found, as text."""
+    lines = []
+    for index in results["indexes"]:
+        lines.append(f"{index['nbits']} bit: {index['path']}, {size(index['bytes'])}, {index['tokens']:,} vectors")
+        for search in index.get("search", []):
+            head = f"  k = {search['knobs']['k']}"
+            if command == "retrieve":
+                lines.append(f"{head}: {', '.join(index['systems'])}")
+            for system, values in search.get("metrics", {}).items():
+                measured = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+                lines.append(f"{head}, {label(system)}: {measured}")
+            for system, compared in search.get("compare", {}).items():
+                verdict = {True: "same outside ties", False: "DIFFERS", None: "another mode"}[compared["same"]]
+                error = compared["errors"][system]
+                largest = f", largest error {significant(error['max'], 2)}" if error["n"] else ""
+                lines.append(f"{head}, {label(system)}: {verdict}{largest}")
+            for system, timing in ((search.get("latency") or {}).get("systems") or {}).items():
+                percentiles = ", ".join(f"{p} {significant(timing['search'][p])} ms" for p in ("p50", "p95", "p99"))
+                lines.append(f"{head}, {label(system)}: {percentiles}")
+    return "\n".join(lines)
+
+
 def summary(results: Results) -> str:
     """The three answers in a few lines of plain text, for a terminal."""
-    systems = results["experiment"]["systems"]
+    systems = ran(results)
     base = systems[0]
     counts = results["dataset"]["counts"]
     lines = [f"{_names(results)}: {results['dataset']['name']}, {counts['passages']:,} passages, "
-             f"{counts['queries']:,} queries, {_machine(results)}", ""]  # fmt: skip
+             f"{counts['queries']:,} queries, {machine(results)}", ""]  # fmt: skip
     header = [
         "setting",
         "system",
@@ -398,7 +558,7 @@ def summary(results: Results) -> str:
         "same as stock",
     ]
     rows = [header]
-    for search, name in _settings(results):
+    for search, name in settings(results):
         for system in systems:
             timing = search["latency"]["systems"] if search["latency"] else None
             figures = [significant(timing[system]["search"][p]) for p in ("p50", "p95")] if timing else ["", ""]
@@ -410,6 +570,8 @@ def summary(results: Results) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
     lines += ["  ".join(cell.ljust(w) if i < 2 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
               for row in rows]  # fmt: skip
+    lines += [f"{name}: not run: {why['reason']}" + (f" ({why['remedy']})" if why["remedy"] else "")
+              for name, why in results["not_run"].items()]  # fmt: skip
     verdict = results["verdict"]
     if verdict["same"] is not None:
         lines += [

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 from tqdm import tqdm
 
-from eval.systems import System
+from .systems import System
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""The command line: ``plaid-tilemaxsim run | inspect | warmup | pq | tune | env``."""
+"""The command line: ``plaid-tilemaxsim run | inspect | warmup | pq | tune | eval | env``."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import io
 import json
@@ -16,7 +17,10 @@ from typing import Any, cast
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns the exit status; ``run`` leaves as the program that it runs leaves."""
-    args = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["eval"]:  # it has a parser of its own
+        return _eval(words[1:])
+    args = _parser().parse_args(words)
     status: int = args.command(args)
     return status
 
@@ -89,6 +93,8 @@ def _parser() -> argparse.ArgumentParser:
         "--quick", action="store_true", help="only the shapes of a search with 32 tokens of 128 dimensions"
     )
     tune.set_defaults(command=_tune)
+
+    commands.add_parser("eval", help="index, search, measure and compare on MS MARCO, BEIR, ...: eval --help")
 
     env = commands.add_parser("env", help="versions, devices and what they mean for the plugin")
     env.set_defaults(command=_env)
@@ -243,6 +249,17 @@ def _tune(args: argparse.Namespace) -> int:
     tuner.write(args.out, table)
     print(f"{args.out}: {len(table['entries'])} choices for {table['gpu']}")
     return 0
+
+
+def _eval(words: Sequence[str]) -> int:
+    """The evaluation: `eval/` of the checkout that this package lies in, else what the wheel installed beside it."""
+    root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    name = "plaid_tilemaxsim_eval"
+    if os.path.isfile(os.path.join(root, "eval", "cli.py")):
+        sys.path.insert(0, root)
+        name = "eval"
+    status: int = importlib.import_module(f"{name}.cli").main(words, "plaid-tilemaxsim eval")
+    return status
 
 
 def _env(args: argparse.Namespace) -> int:

@@ -40,7 +40,10 @@ def name_of(requirement: str) -> str:
 def test_every_package_is_listed(metadata: configparser.ConfigParser) -> None:
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "plaid_tilemaxsim").rglob("*.py")}
     found = {".".join(folder.parts) for folder in folders}
-    assert set(listed(metadata["options"]["packages"])) == found | {"plaid_tilemaxsim.patches.data"}
+    found |= {"plaid_tilemaxsim.patches.data", "plaid_tilemaxsim_eval.configs"}
+    for path in (ROOT / "eval").rglob("*.py"):
+        found.add(".".join(["plaid_tilemaxsim_eval", *path.parent.relative_to(ROOT / "eval").parts]))
+    assert set(listed(metadata["options"]["packages"])) == found
 
 
 def test_version_is_stated_once(metadata: configparser.ConfigParser) -> None:
@@ -82,7 +85,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     source.mkdir()
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("plaid_tilemaxsim", "patches", "tests", "eval", "scripts"):
+    for name in ("plaid_tilemaxsim", "patches", "configs", "tests", "eval", "scripts"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
     code = (
         "import sys; from setuptools import build_meta;"
@@ -103,10 +106,13 @@ def test_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> N
         (info,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
         message = Parser().parsestr(wheel.read(f"{info}/METADATA").decode())
         entry_points = wheel.read(f"{info}/entry_points.txt").decode()
-    assert {name.split("/")[0] for name in names} == {"plaid_tilemaxsim", info}
+    assert {name.split("/")[0] for name in names} == {"plaid_tilemaxsim", "plaid_tilemaxsim_eval", info}
     data = {path.relative_to(ROOT).as_posix() for path in (ROOT / "patches").rglob("*") if path.is_file()}
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "plaid_tilemaxsim").rglob("*.py")}
     wanted = sources | {f"plaid_tilemaxsim/patches/data/{name.removeprefix('patches/')}" for name in data}
+    evaluation = [*(ROOT / "eval").rglob("*.py"), ROOT / "eval" / "report.css", *(ROOT / "configs").glob("*.json")]
+    wanted |= {f"plaid_tilemaxsim_{path.relative_to(ROOT)}" for path in evaluation if path.parent.name != "configs"}
+    wanted |= {f"plaid_tilemaxsim_eval/configs/{path.name}" for path in evaluation if path.parent.name == "configs"}
     assert {name for name in names if not name.startswith(info)} == wanted | {"plaid_tilemaxsim/py.typed"}
     assert message["Name"] == "plaid-tilemaxsim"
     assert message["License"] == "Apache-2.0"
@@ -136,6 +142,37 @@ def test_patches_work_from_the_wheel(built: tuple[Path, Path], tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     count = len(list((ROOT / "patches").rglob("*.patch")))
     assert f"of {count} patches applied" in done.stdout
+
+
+def test_the_evaluation_works_from_the_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
+    """Its configurations are found by name, what is missing is said, and nothing is imported from this checkout."""
+    site = tmp_path / "site"
+    with zipfile.ZipFile(built[0]) as wheel:
+        wheel.extractall(site)
+    env = {**os.environ, "PYTHONPATH": str(site)}
+
+    def call(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", code, *arguments], cwd=tmp_path, env=env, capture_output=True, text=True
+        )
+
+    main = "import sys; from plaid_tilemaxsim.cli import main; sys.exit(main(sys.argv[1:]))"
+    shown = call(main, "eval", "--help")
+    assert shown.returncode == 0, shown.stderr
+    assert "plaid-tilemaxsim eval" in shown.stdout
+    unknown = call(main, "eval", "run", "--config", "msmarco", "--out", "out")
+    assert unknown.returncode == 2
+    assert "msmarco_k1000" in unknown.stderr
+    code = (
+        "import plaid_tilemaxsim_eval.pipeline as p, plaid_tilemaxsim_eval.experiment as e;"
+        "print(p.__file__, e.Experiment.read(e.find_config('msmarco_k10')).name, p.source_digest('eval/systems')[:4])"
+    )
+    done = call(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(site))
+    without = call("import sys; sys.modules['ir_measures'] = None;" + main, "eval", "--out", "out")
+    assert without.returncode == 2
+    assert "pip install 'plaid-tilemaxsim[eval]'" in without.stderr
 
 
 def test_no_file_names_a_private_path() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from eval.latency import measure_latency, summary
+from eval.latency import measure_latency, measure_throughput, summary, timed
 from eval.systems import Knobs
 
 KNOBS = Knobs.defaults(10)
@@ -16,6 +16,7 @@ LOG: list[tuple[str, str, int]] = []
 class Fake:
     def __init__(self, name: str, found: list[int]) -> None:
         self.name, self.found = name, found
+        self.device, self.own_ms = torch.device("cpu"), None
         self.knobs: list[Knobs] = []
 
     def use(self, knobs):
@@ -24,6 +25,10 @@ class Fake:
     def search(self, Q):
         LOG.append((self.name, "search", int(Q[0, 0, 0])))
         return self.found, [1.0] * len(self.found)
+
+    def search_batch(self, Q):
+        LOG.append((self.name, f"batch of {len(Q)}", int(Q[0, 0, 0])))
+        return [(self.found, [])] * len(Q)
 
     def stages(self, Q):
         LOG.append((self.name, "stages", int(Q[0, 0, 0])))
@@ -39,7 +44,7 @@ def log():
 def run(warmup: int = 1, repeats: int = 2, n: int = 3):
     systems = [Fake("a", [1, 2, 3, 4]), Fake("b", [4, 3, 2, 9])]
     Q = torch.arange(float(n))[:, None, None].expand(n, 4, 2)
-    result = measure_latency(systems, Q, KNOBS, warmup=warmup, repeats=repeats, device=torch.device("cpu"))  # type: ignore[arg-type]
+    result = measure_latency(systems, Q, KNOBS, warmup=warmup, repeats=repeats)  # type: ignore[arg-type]
     return systems, result
 
 
@@ -73,6 +78,21 @@ def test_agreement_is_the_shared_part(log):
 def test_knobs_reach_every_system(log):
     systems, _ = run()
     assert all(knobs == KNOBS for system in systems for knobs in system.knobs)
+
+
+def test_a_systems_own_clock_is_believed(log):
+    system = Fake("a", [1])
+    system.own_ms = 12.5
+    assert timed(system, torch.zeros(1, 4, 2)) == (12.5, [1])
+
+
+def test_throughput_counts_queries(log):
+    systems = [Fake("a", [1]), Fake("b", [2])]
+    systems[1].own_ms = 250.0
+    found = measure_throughput(systems, torch.zeros(3, 4, 2), KNOBS, [1, 8], rounds=2)
+    assert [what for name, what, _ in log if name == "a"] == ["batch of 1"] * 3 + ["batch of 8"] * 3
+    assert found["b"] == {"1": pytest.approx(4), "8": pytest.approx(32)}
+    assert all(rate > 0 for rate in found["a"].values())
 
 
 def test_summary_is_numpys():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def experiment(dataset: Path, checkpoint: Path) -> Experiment:  # noqa: F811
         systems=["plaid", "tilemaxsim", "tilemaxsim:mode=exhaustive"],
         search=[Knobs(5, 2, 0.3, 60), Knobs(100, 4, 0.2, 400)],
         compare=Comparing(queries=None, exhaustive=True),
-        latency=Timing(queries=3, warmup=1, repeats=1),
+        latency=Timing(queries=3, warmup=1, repeats=1, batches=[1, 4]),
     )
 
 
@@ -80,6 +80,11 @@ def test_results_files(done):
     assert json.loads((out / "results.json").read_text()) == json.loads(json.dumps(results))
     assert json.loads((out / "experiment.json").read_text()) == results["experiment"]
     assert (out / "report.html").read_text().startswith("<!doctype html>")
+    assert (out / "report.md").read_text().startswith("# TileMaxSim against stock PLAID on tiny")
+    assert results["not_run"] == {}
+    costs = results["indexes"][0]["costs"]
+    assert list(costs) == ["plaid", "tilemaxsim", "tilemaxsim:mode=exhaustive"]
+    assert all(cost["first_query_ms"] > 0 for cost in costs.values())
     for k in (5, 100):
         for system in ("plaid", "tilemaxsim", "tilemaxsim_mode=exhaustive"):
             folder = out / "2bit" / f"k{k}" / system
@@ -104,7 +109,10 @@ def test_the_plugin_is_stock(done):
         assert compared["errors"]["tilemaxsim"]["max"] <= 2e-3
         # scoring everything is what the oracle's exhaustive search does, in float32
         assert search["exhaustive"]["recall"]["tilemaxsim:mode=exhaustive"] > 0.99
-        assert search["exhaustive"]["recall"]["plaid"] <= 1
+        exact = search["exhaustive"]
+        assert exact["recall"]["plaid"] <= exact["candidates"]["plaid"] <= 1
+        assert exact["candidates"]["plaid"] == exact["candidates"]["tilemaxsim"]
+        assert set(search["latency"]["throughput"]["plaid"]) == {"1", "4"}
         assert search["compare"]["tilemaxsim:mode=exhaustive"]["same"] is None
         for timed in search["latency"]["systems"].values():
             assert timed["search"]["n"] == 3
@@ -134,9 +142,9 @@ def test_changed_knobs_are_run_again(done, experiment, monkeypatch):
 
     monkeypatch.setattr(pipeline, "retrieve", counted)
     search = [experiment.search[0], dataclasses.replace(experiment.search[1], ndocs=200)]
-    less = experiment.with_changes(search=search, systems=["plaid", "tilemaxsim"], latency=Timing(0, 0, 1))
+    less = experiment.with_changes(search=search, systems=["plaid", "tilemaxsim"], latency=Timing(0, 0, 1, []))
     results = pipeline.run(less, out, cache=str(cache), progress=False)
-    assert asked == ["plaid", "tilemaxsim"]
+    assert asked == ["plaid", "tilemaxsim"]  # of the second setting alone
     assert results["indexes"][0]["search"][0]["latency"] is None
 
 
@@ -149,10 +157,12 @@ def test_a_stopped_run_leaves_no_half_stage(done, experiment, tmp_path, monkeypa
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Scored, "save", stop)
-    small = experiment.with_changes(systems=["plaid"], search=experiment.search[:1], latency=Timing(0, 0, 1))
+    small = experiment.with_changes(systems=["plaid"], search=experiment.search[:1], latency=Timing(0, 0, 1, []))
     with pytest.raises(KeyboardInterrupt):
         pipeline.run(small, tmp_path, cache=str(cache), progress=False)
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["2bit", "experiment.json", "k5"]
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert left == ["2bit", "2bit/k5", "2bit/load", "2bit/load/manifest.json", "2bit/load/result.json",
+                    "experiment.json"]  # fmt: skip
     monkeypatch.undo()
     results = pipeline.run(small, tmp_path, cache=str(cache), progress=False)
     assert results["verdict"]["same"] is None
@@ -172,9 +182,35 @@ def test_command_line(done, experiment, tmp_path, capsys):
     assert "1 of 1 settings" in capsys.readouterr().out
     assert script.main([*flags, "--systems", "pliad"]) == 2
     assert "system: expected plaid" in capsys.readouterr().err
+    for command, wanted in (("build", "2bit"), ("measure", "nDCG@10"), ("compare", "same outside ties")):
+        assert script.main([command, *flags, "--k", "5", "--systems", "plaid", "tilemaxsim"]) == 0
+        assert wanted in capsys.readouterr().out
+    (tmp_path / "out" / "report.md").unlink()
+    assert script.main(["report", "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "report.md").exists()
+    assert script.main(["report", "--out", str(tmp_path / "none")]) == 2
+    assert "expected the results of `run`" in capsys.readouterr().err
     (tmp_path / "tiny.json").write_text(json.dumps({**experiment.to_dict(), "bits": 2}))
     assert script.main(flags) == 2
     assert "expected only the keys" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(find_spec("xtr_warp") is not None, reason="xtr-warp-rs is installed here")
+def test_what_cannot_run_is_reported_and_the_rest_goes_on(done, experiment, tmp_path):
+    _, _, cache = done
+    wanted = experiment.with_changes(
+        systems=["plaid", "tilemaxsim", "xtr-warp"], search=experiment.search[:1], latency=Timing(1, 0, 1, [1])
+    )
+    results = pipeline.run(wanted, tmp_path, cache=str(cache), progress=False)
+    why = results["not_run"]["xtr-warp"]
+    assert why["reason"] == "xtr-warp-rs is not installed"
+    assert "pip install xtr-warp-rs" in why["remedy"]
+    assert list(results["indexes"][0]["search"][0]["metrics"]) == ["plaid", "tilemaxsim"]
+    for name in ("report.html", "report.md"):
+        assert "xtr-warp-rs is not installed" in (tmp_path / name).read_text()
+    alone = wanted.with_changes(systems=["xtr-warp", "plaid"])
+    with pytest.raises(ValueError, match=r"xtr-warp: expected the first system.*not installed"):
+        pipeline.run(alone, tmp_path / "alone", cache=str(cache), progress=False)
 
 
 def check_real(out: Path, nbits: int, **changes: Any) -> None:
@@ -185,7 +221,7 @@ def check_real(out: Path, nbits: int, **changes: Any) -> None:
     experiment = default_experiment().with_changes(
         nbits=[nbits],
         compare=Comparing(queries=None, exhaustive=False),
-        latency=Timing(queries=0, warmup=0, repeats=1),
+        latency=Timing(queries=0, warmup=0, repeats=1, batches=[]),
         **changes,
     )
     results = pipeline.run(experiment, out, progress=False)

@@ -32,6 +32,11 @@ def errors(scale: float) -> dict[str, Any]:
     return collected.summary()
 
 
+def cost(seconds: float) -> dict[str, Any]:
+    return {"load_seconds": seconds, "first_query_ms": 100 * seconds, "gpu_bytes": None, "gpu_peak_bytes": None,
+            "host_bytes": 12_345_678, "index_bytes": 4_321_000}  # fmt: skip
+
+
 def setting(k: int, stock_ms: float, ours_ms: float) -> dict[str, Any]:
     stages = ("centroids", "candidates", "prune")
     mine = dict(zip(stages, (0.31, 0.22, 0.13)), exact=ours_ms - 0.7, topk=0.04)
@@ -57,9 +62,11 @@ def setting(k: int, stock_ms: float, ours_ms: float) -> dict[str, Any]:
                 "difference": errors(5e-6), "clamped": 0, "failures": [], "num_failures": 0,
             }
         },
-        "exhaustive": {"queries": 3, "recall": {BASE: 0.875, OURS: 0.8125}},
+        "exhaustive": {"queries": 3, "recall": {BASE: 0.875, OURS: 0.8125}, "candidates": {BASE: 0.9375, OURS: 0.9375}},
         "latency": {
-            "threads": 2, "device": "cpu", "load_seconds": {BASE: 1.5, OURS: 0.5},
+            "threads": 2, "device": "cpu", "throughput": {
+                BASE: {"1": 1e3 / stock_ms, "8": 1e3 / stock_ms}, OURS: {"1": 1e3 / ours_ms, "8": 8e3 / ours_ms},
+            },
             "systems": {
                 name: {"search": timing(p50), "stages": stages, "stages_total": sum(stages.values()), "agreement": 1.0}
                 for name, p50, stages in ((BASE, stock_ms, stock), (OURS, ours_ms, mine))
@@ -86,9 +93,11 @@ def results() -> dict[str, Any]:
         "encode": {**timing(4.56), "shape": [3, 32, 128]},
         "indexes": [
             {"nbits": 2, "path": "", "digest": "2" * 64, "passages": 1234, "tokens": 98765, "centroids": 256,
-             "dim": 128, "bytes": 4_321_000, "search": [setting(10, 23.456, 7.891), setting(1000, 345.67, 40.12)]}
+             "dim": 128, "bytes": 4_321_000, "systems": [BASE, OURS], "costs": {BASE: cost(1.5), OURS: cost(0.5)},
+             "not_run": {}, "search": [setting(10, 23.456, 7.891), setting(1000, 345.67, 40.12)]}
         ],
     }  # fmt: skip
+    made["not_run"] = {"fast-plaid": {"reason": "fast-plaid is not installed", "remedy": "pip install <it>"}}
     made["verdict"], made["figures"] = verdict(made), figures(made)
     return made
 

@@ -9,7 +9,8 @@ import torch
 
 import plaid_tilemaxsim
 from eval import systems
-from eval.systems import Knobs, Plaid, TileMaxSim, open_systems
+from eval.systems import Knobs, Plaid, TileMaxSim, open_systems, unavailable
+from eval.systems.maxsim import block_scores, padded_blocks
 from tests.colbert_fixtures import checkpoint, index, stock_extensions  # noqa: F401
 from tests.synthetic import make_queries
 
@@ -25,11 +26,16 @@ def left_as_it_was():
 
 @pytest.fixture
 def opened(index: Path, stock_extensions):  # noqa: F811
-    session, opened, seconds = open_systems(NAMES, index)
-    assert list(seconds) == NAMES
-    assert all(value >= 0 for value in seconds.values())
-    yield opened
-    session.close()
+    opened = open_systems(NAMES, index)
+    assert list(opened.costs) == NAMES
+    assert opened.not_run == {}
+    for cost in opened.costs.values():
+        assert cost["load_seconds"] >= 0
+        assert cost["first_query_ms"] > 0
+        assert cost["index_bytes"] > 10_000
+        assert (cost["gpu_bytes"] is None) == (not torch.cuda.is_available())
+    yield opened.systems
+    opened.close()
 
 
 @pytest.fixture
@@ -109,12 +115,13 @@ def test_marks_leave_stock_as_it_was(opened, Q):
 
 
 def test_stock_alone_does_not_enable_the_plugin(index, stock_extensions, Q):  # noqa: F811
-    session, (stock,), _ = open_systems(["plaid"], index)
+    opened = open_systems(["plaid"], index)
+    (stock,) = opened.systems
     assert not plaid_tilemaxsim.is_enabled()
     assert type(stock) is Plaid
     stock.use(KNOBS)
     assert len(stock.search(Q[:1])[0]) == 10
-    session.close()
+    opened.close()
 
 
 def test_an_option_that_the_plugin_lacks_is_refused(index, stock_extensions):  # noqa: F811
@@ -122,9 +129,80 @@ def test_an_option_that_the_plugin_lacks_is_refused(index, stock_extensions):  #
         open_systems(["tilemaxsim:mode=fast"], index)
 
 
-def test_layouts_are_not_mixed(index):  # noqa: F811
-    with pytest.raises(ValueError, match="systems: expected one placement and impl"):
-        open_systems(["tilemaxsim", "tilemaxsim:placement=host"], index)
+def test_each_layout_has_a_ranker_of_its_own(index, stock_extensions, Q):  # noqa: F811
+    opened = open_systems(["plaid", "tilemaxsim", "tilemaxsim:mode=rerank", "tilemaxsim:impl=torch"], index)
+    stock, ours, rerank, other = opened.systems
+    assert stock.session is ours.session is rerank.session is not other.session
+    for system in (ours, other):
+        system.use(KNOBS)
+    assert ours.search(Q[:1])[0] == other.search(Q[:1])[0]
+    opened.close()
+
+
+def test_stock_on_the_cpu(index, stock_extensions, Q):  # noqa: F811
+    opened = open_systems(["tilemaxsim", "plaid:device=cpu"], index)
+    ours, stock = opened.systems
+    assert (stock.name, stock.device.type, stock.clamps) == ("plaid:device=cpu", "cpu", True)
+    from colbert.infra.config.settings import RunSettings
+
+    assert RunSettings.total_visible_gpus == torch.cuda.device_count()
+    for system in (ours, stock):
+        system.use(KNOBS)
+    assert sorted(stock.rank(Q[:1])[0]) == sorted(ours.rank(Q[:1])[0])
+    assert list(stock.stages(Q[:1]))[-1] == "topk"
+    opened.close()
+
+
+def test_batches_are_single_searches(opened, Q):
+    for system in opened:
+        system.use(KNOBS)
+        assert [pids for pids, _ in system.search_batch(Q)] == [system.search(q)[0] for q in Q.split(1)]
+
+
+EXACT = ["oracle", "maxsim:impl=loop", "maxsim:impl=eager", "maxsim:impl=compile"]
+
+
+def test_exact_systems_agree(index, Q):  # noqa: F811
+    opened = open_systems(EXACT, index)
+    assert [system.name for system in opened.systems] == EXACT
+    found = []
+    for system in opened.systems:
+        system.use(KNOBS)
+        found.append(system.search(Q[:1]))
+        assert list(system.stages(Q[:1])) == ["search"]
+        assert len(system.candidates(Q[:1])) == 0
+    (best, truth), *others = found
+    limit = 0.03 if torch.cuda.is_available() else 1e-4
+    for pids, scores in others:
+        assert len(set(pids) & set(best)) >= len(best) - 1
+        assert scores == pytest.approx(truth, abs=limit)
+    # the same passages in another order are not the same search
+    wrong = [truth[-1], *truth[:-1]]
+    assert wrong != pytest.approx(truth, abs=limit)
+    opened.close()
+
+
+def test_padding_scores_nothing():
+    vectors = torch.nn.functional.normalize(torch.randn(12, 8, generator=torch.Generator().manual_seed(0)), dim=1)
+    offsets = torch.tensor([0, 5, 5, 6, 12])
+    blocks = padded_blocks(vectors, offsets)
+    assert sorted(pid for pids, *_ in blocks for pid in pids.tolist()) == [0, 2, 3]
+    q = -vectors[:2]  # every similarity with the padding of a passage could be its best
+    for pids, block, padding in blocks:
+        for pid, score in zip(pids.tolist(), block_scores(q, block, padding).tolist()):
+            a, b = int(offsets[pid]), int(offsets[pid + 1])
+            assert score == pytest.approx(float((vectors[a:b] @ q.T).amax(0).sum()), abs=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they may run where there is a GPU")
+@pytest.mark.parametrize("impl", ["flash-maxsim", "late-interaction-kernels"])
+def test_what_is_not_installed_is_told(index, impl):  # noqa: F811
+    opened = open_systems(["oracle", f"maxsim:impl={impl}"], index)
+    assert list(opened.costs) == ["oracle"]
+    why = opened.not_run[f"maxsim:impl={impl}"]
+    assert why.reason
+    assert unavailable(f"maxsim:impl={impl}").reason == why.reason
+    assert unavailable("oracle") is None
 
 
 def test_no_index(tmp_path):
@@ -134,5 +212,5 @@ def test_no_index(tmp_path):
 
 def test_names_of_options():
     assert TileMaxSim.scorer == "tilemaxsim"
-    with pytest.raises(ValueError, match="system: expected plaid or tilemaxsim"):
+    with pytest.raises(ValueError, match="system: expected plaid, tilemaxsim"):
         open_systems(["tilemaxsim:mode"], Path())

@@ -13,6 +13,7 @@ import torch
 import plaid_tilemaxsim
 from plaid_tilemaxsim import compat, scorer
 from plaid_tilemaxsim.index.files import read_index
+from plaid_tilemaxsim.index.pq import read_pq, write_pq
 from plaid_tilemaxsim.ops import reference
 from tests.colbert_fixtures import DIM, PASSAGES, checkpoint, collection, enabled, index, stock_extensions  # noqa: F401
 from tests.synthetic import make_index, make_queries
@@ -172,6 +173,141 @@ class TestRank:
         everything = ranker.rank(settings(scorer_options={"mode": "exhaustive"}), Q)
         assert (len(few[0]), len(everything[0])) == (32, PASSAGES)
         assert ranker.rank(settings(), Q) == few
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory):
+    pytest.importorskip("faiss")
+    path = make_index(tmp_path_factory.mktemp("quantised") / "index")
+    stored = read_index(path)
+    write_pq(stored, 16, sample=1000, progress=False)
+    write_pq(stored, 32, opq=True, sample=1000, progress=False)
+    return path
+
+
+class TestCodecs:
+    """scorer_options={"codec": ...}: what each stores, and that one Searcher can change between them."""
+
+    def pq_oracle(self, path, m, Q, pids):
+        stored = read_index(path)
+        made = read_pq(stored, m)
+        Q = Q.double() if made.rotation is None else Q.double() @ made.rotation.double().T
+        return reference.pq_maxsim(Q, made.codes, made.codebook, stored.offsets, torch.as_tensor(pids))
+
+    @pytest.mark.parametrize("mode", ["plaid", "rerank", "exhaustive"])
+    @pytest.mark.parametrize("codec", ["dense", "16", "32"])
+    def test_scores_are_the_oracles(self, quantised, codec, mode):
+        ranker = TileMaxSimScorer(str(quantised), USE_GPU)
+        options = {"mode": mode} | ({"codec": "dense"} if codec == "dense" else {"codec": "pq", "pq_m": int(codec)})
+        Q = make_queries(quantised, n=1)
+        pids, scores = ranker.rank(settings(scorer_options=options), Q)
+        stock = ranker.rank(settings(scorer_options={"mode": mode}), Q)
+        assert sorted(pids) == sorted(stock[0]), "candidates and pruning do not depend on the codec"
+        if codec == "dense":
+            assert_scores(scores, oracle(quantised, Q[0], pids))
+        else:
+            expected = self.pq_oracle(quantised, int(codec), Q[0], pids)
+            assert_scores(scores, expected)
+            off = (expected - oracle(quantised, Q[0], pids))[:20].abs().max()
+            assert off > ATOL, "PQ is not what residuals are"
+            aligned = ranker.score_pids(settings(scorer_options=options), Q.expand(5, -1, -1), pids[:5])[0]
+            assert_scores(aligned, expected[:5])
+
+    def test_sidecars_are_named(self, quantised, plain):
+        Q = make_queries(plain, n=1)
+        with pytest.raises(ValueError, match=r"got those of M = 16, 32; choose with pq_m"):
+            TileMaxSimScorer(str(quantised), USE_GPU).rank(settings(scorer_options={"codec": "pq"}), Q)
+        with pytest.raises(ValueError, match=r"expected one of M = 8, got M = 16, 32"):
+            TileMaxSimScorer(str(quantised), USE_GPU).rank(settings(scorer_options={"codec": "pq", "pq_m": 8}), Q)
+        with pytest.raises(ValueError, match=r"got none; run `plaid-tilemaxsim pq "):
+            TileMaxSimScorer(str(plain), USE_GPU).rank(settings(scorer_options={"codec": "pq"}), Q)
+
+    def test_changing_between_them_builds_each_once(self, quantised, monkeypatch):
+        built = []
+        build = scorer._build_engine
+
+        def counted(*args):
+            built.append(args)
+            return build(*args)
+
+        monkeypatch.setattr(scorer, "_build_engine", counted)
+        ranker, Q = TileMaxSimScorer(str(quantised), USE_GPU), make_queries(quantised, n=1)
+        every = [{}, {"codec": "dense"}, {"codec": "pq", "pq_m": 16}, {"codec": "pq", "pq_m": 32}]
+        first = [ranker.rank(settings(scorer_options=options), Q) for options in every]
+        engines = set(ranker._loaded.engines.values())
+        assert len({engine.index.codes.data_ptr() for engine in engines}) == 1
+        for _ in range(2):
+            assert [ranker.rank(settings(scorer_options=options), Q) for options in every] == first
+        assert len(built) == len(engines) == 4
+        # Another word for the same engine.
+        ranker.rank(settings(scorer_options={"impl": "triton" if USE_GPU else "torch"}), Q)
+        ranker.rank(settings(scorer_options={"placement": "gpu" if USE_GPU else "host", "codec": "dense"}), Q)
+        assert len(built) == 4
+        monkeypatch.setattr(scorer, "MOST_ENGINES", 2)
+        ranker.rank(settings(scorer_options={"codec": "pq", "pq_m": 16, "verify": "full", "placement": "gpu"}
+                             if USE_GPU else {"impl": "torch", "codec": "pq", "pq_m": 16}), Q)  # fmt: skip
+        assert len(set(ranker._loaded.engines.values())) == 2
+        ranker.close()
+        assert ranker._loaded is None
+
+    def test_threads_that_change_between_them(self, quantised):
+        ranker, Q = TileMaxSimScorer(str(quantised), USE_GPU), make_queries(quantised, n=1)
+        every = [{}, {"codec": "dense"}, {"codec": "pq", "pq_m": 16}, {"mode": "exhaustive", "codec": "dense"}]
+        expected = [TileMaxSimScorer(str(quantised), USE_GPU).rank(settings(scorer_options=o), Q, k=10) for o in every]
+        wrong: list[object] = []
+
+        def work(i):
+            try:
+                for j in range(i, i + 8):
+                    found = ranker.rank(settings(scorer_options=every[j % 4]), Q, k=10)
+                    if found != expected[j % 4]:
+                        wrong.append((j % 4, found))
+            except Exception as error:  # noqa: BLE001 (a thread's error must fail the test)
+                wrong.append(error)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+
+    def test_where_memory_is_too_small_for_two(self, quantised, monkeypatch):
+        """The other engine goes, and the one asked for comes."""
+        ranker, Q = TileMaxSimScorer(str(quantised), USE_GPU), make_queries(quantised, n=1)
+        before = ranker.rank(settings(), Q)
+        build = scorer._build_engine
+
+        def tight(index, device, options, shared=()):  # noqa: F811
+            if shared:
+                raise RuntimeError("GPU memory: expected more")
+            return build(index, device, options)
+
+        monkeypatch.setattr(scorer, "_build_engine", tight)
+        ranker.rank(settings(scorer_options={"codec": "dense"}), Q)
+        assert [engine.index.codec for engine in ranker._loaded.engines.values()] == ["dense"]
+        assert ranker.rank(settings(), Q) == before
+
+    def test_files_that_changed_are_read_again(self, tmp_path):
+        """Engines of old files and of new ones never serve side by side."""
+        path = make_index(tmp_path / "index")
+        ranker, Q = TileMaxSimScorer(str(path), USE_GPU), make_queries(path, n=1)
+        ranker.rank(settings(), Q)
+        make_index(path, seed=5)
+        pids, scores = ranker.rank(settings(scorer_options={"codec": "dense"}), Q)
+        assert_scores(scores, oracle(path, Q[0], pids))
+        pids, scores = ranker.rank(settings(), Q)
+        assert_scores(scores, oracle(path, Q[0], pids))
+
+    def test_pq_of_an_updated_index_is_refused(self, quantised, stock_extensions):  # noqa: F811
+        ranker, Q = TileMaxSimScorer(str(quantised), USE_GPU), make_queries(quantised, n=1)
+        dense, coded = {"codec": "dense"}, {"codec": "pq", "pq_m": 16}
+        ranker.rank(settings(scorer_options=coded), Q)
+        (best, *_), _ = ranker.rank(settings(scorer_options=dense), Q, k=1)
+        ranker.ivf = TestUpdates().removed(ranker, [best])
+        assert best not in ranker.rank(settings(scorer_options=dense), Q)[0]
+        with pytest.raises(ValueError, match="expected one as in its files for PQ codes, got one updated in memory"):
+            ranker.rank(settings(scorer_options=coded), Q)
 
 
 class TestGivenPids:

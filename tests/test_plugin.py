@@ -558,6 +558,27 @@ class TestSearcher:
         assert "codec" in vars(searcher.ranker)
         assert searcher.ranker._engine is None
 
+    def test_codecs(self, tmp_path, index, checkpoint, collection):  # noqa: F811
+        """One Searcher, its codec changed between calls as its scorer can be."""
+        pytest.importorskip("faiss")
+        from plaid_tilemaxsim.cli import main
+
+        copied = shutil.copytree(index, tmp_path / "coded")
+        assert main(["pq", str(copied), "--m", "16", "--sample", "2000"]) == 0
+        config = ColBERTConfig(scorer="tilemaxsim")
+        searcher = Searcher(str(copied), checkpoint=str(checkpoint), collection=collection, config=config, verbose=1)
+        want = dict(zip(*searcher.search(collection[3], k=10)[::2]))
+        for options, error in (({"codec": "dense"}, 2e-3), ({"codec": "pq"}, 2.0)):
+            searcher.configure(scorer_options=options)
+            found = dict(zip(*searcher.search(collection[3], k=10)[::2]))
+            both = want.keys() & found.keys()
+            assert len(both) >= 5
+            worst = max(abs(want[pid] - found[pid]) for pid in both)
+            assert worst <= error
+            assert options["codec"] == "dense" or worst > 2e-3, "other scores than from residuals"
+        with pytest.raises(ValueError, match="codec: expected one of"):
+            searcher.configure(scorer_options={"codec": "opq"})
+
     def test_index_updater(self, tmp_path, index, checkpoint, collection):  # noqa: F811
         """Stock's own updater: what it adds and removes is found, or not, by the next search, as by stock's."""
         copied = tmp_path / "updated"

@@ -5,8 +5,8 @@
     python scripts/bench_kernels.py --sweeps --groups sweeps --merge  # the sweeps alone
     python scripts/bench_kernels.py --groups dense --only "d128 fp16" --no-peers --out /tmp/one.json
 
-Groups: dense, residual, centroid, pq, exhaustive (and sweeps with --sweeps). The file is rewritten after each group, so
-a run that is stopped keeps what it has. "% of read" is of the bandwidth that a streaming kernel reads at in the same
+Groups: dense, residual, centroid, pq, exhaustive (and sweeps with --sweeps). The file is rewritten after each row, so a
+run that is stopped keeps what it has. "% of read" is of the bandwidth that a streaming kernel reads at in the same
 run. First, parallel processes run every case once on small data: that compiles the kernels, ours and the peers'.
 Peers: pip install flash-maxsim==0.3.0 late-interaction-kernels==0.4.5; without them their rows say so.
 """
@@ -90,7 +90,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def measure(args: argparse.Namespace, groups: list[str], device: torch.device) -> dict[str, Any]:
-    """Runs the groups one after the other and records each as it ends."""
+    """Runs the groups one after the other; every row is in the file as soon as it is there."""
     bench = Bench(
         device, SIZES[args.sizes], once=args.compile, only=args.only, peers=None if args.no_peers else args.peers
     )
@@ -104,16 +104,15 @@ def measure(args: argparse.Namespace, groups: list[str], device: torch.device) -
     record = Record(None if args.compile else args.out, args.merge, where)
     read = {"gb_s": float("nan")} if args.compile else bench.measure_read()
     print(f"{gpu}, torch {torch.__version__}: read {read['gb_s']:.0f} GB/s", flush=True)
-    done: list[str] = []
-    result: dict[str, Any] = {}
+    begun: list[str] = []
+    bench.on_row = lambda: record.write(bench.rows, read, begun, gpu)
     for group in groups:
         began = time.perf_counter()
+        begun.append(group)
         RUNS[group](bench)
         bench.forget()
-        done.append(group)
-        result = record.write(bench.rows, read, done, gpu)
         print(f"{group}: {time.perf_counter() - began:.0f} s", flush=True)
-    return result
+    return record.write(bench.rows, read, begun, gpu)
 
 
 def main(argv: list[str] | None = None) -> int:

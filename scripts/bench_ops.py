@@ -1,7 +1,7 @@
-"""Centroid scores, centroid-only and dense MaxSim on this GPU: checked, then timed over block choices. One table.
+"""Centroid scores and centroid-only MaxSim on this GPU over block choices: checked, then timed. One table.
 
-Passages as in bench_residual.py (lognormal lengths, mean 67.7; 2**18 centroids; 2 bits). "% of read" is of the read
-bandwidth of a plain sum over 4 GB in the same run; codes count 4 bytes a token, table rows stay in L2 and count none.
+Passages as in bench_residual.py (lognormal lengths, mean 67.7; 2**18 centroids; 2 bits). "% of read" is of the
+bandwidth of a streaming read in the same run; codes count 4 bytes a token, table rows stay in L2 and count none.
 
     python scripts/bench_ops.py [--only centroid] [--passages 1500000] [--json out.json]
 """
@@ -21,15 +21,14 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.nn.functional import normalize
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from plaid_tilemaxsim.ops import api, reference, tuning
+from plaid_tilemaxsim.ops import api, tuning
+from scripts.kernels import bench as kernels
+from scripts.kernels.check import Check, Verdict, sample
 from scripts.kernels.clock import times
 from scripts.kernels.data import Data, make
-
-SAMPLE = 2000  # passages compared with fp64
 
 
 class Bench:
@@ -38,15 +37,17 @@ class Bench:
     def __init__(self, only: str, repeats: int) -> None:
         self.only, self.repeats = only, repeats
         self.rows: list[dict[str, Any]] = []
-        x = torch.empty(1 << 30, device="cuda", dtype=torch.float32).fill_(1.0)
-        self.read = x.nbytes / statistics.median(times(x.sum, repeats)) / 1e6  # GB/s
+        self.read = kernels.Bench(torch.device("cuda"), kernels.Sizes()).measure_read()["gb_s"]
 
-    def add(self, name: str, run: Callable[[], Tensor], correct: Callable[[Tensor], bool], nbytes: int, n: int) -> None:
+    def add(
+        self, name: str, run: Callable[[], Tensor], check: Callable[[Tensor], Verdict], nbytes: int, n: int
+    ) -> None:
         """``n`` things (tokens, passages or centroids) and ``nbytes`` of device memory a run."""
         if self.only not in name:
             return
-        if not correct(run()):
-            print(f"{name}: WRONG, not timed", flush=True)
+        verdict = check(run())
+        if not verdict.correct:
+            print(f"{name}: {verdict.reason}, not timed", flush=True)
             return
         ms = times(run, self.repeats)
         median = statistics.median(ms)
@@ -62,29 +63,17 @@ class Bench:
         print(" ".join(f"{v}" for v in row.values()), flush=True)
 
 
-def close(want: Tensor, tolerance: float, sample: Tensor | None = None) -> Callable[[Tensor], bool]:
-    """Same -inf and within ``tolerance`` of ``want``, and a shuffled result would not be."""
-
-    def correct(got: Tensor) -> bool:
-        got = (got if sample is None else got[sample]).double()
-        finite = ~want.isinf()
-        worst = (got - want)[finite].abs().max()
-        shuffled = (got[finite].roll(1) - want[finite]).abs().max()
-        return bool((got.isinf() == ~finite).all() and worst <= tolerance < shuffled)
-
-    return correct
-
-
 def bench_centroid_scores(bench: Bench, data: Data) -> None:
     want = data.centroids.double() @ data.Q.double().T
     C, LQ = want.shape
+    check = Check(want.flatten(), None, 3e-5)
 
     def run(ncells: int | None) -> Tensor:
         cs = api.centroid_scores(data.Q, data.centroids, 0.25, cmax=1.01, ncells=ncells)
         return cs.table
 
-    def correct(table: Tensor) -> bool:
-        return close(want, 3e-5)(table[:C, :LQ] * (1.01 / 32767))  # unit query tokens
+    def correct(table: Tensor) -> Verdict:
+        return check((table[:C, :LQ] * (1.01 / 32767)).flatten())  # unit query tokens
 
     nbytes = data.centroids.nbytes + C * data.cs.table.size(1) * 2
     default = tuning.centroid_scores_blocks
@@ -111,7 +100,7 @@ def table_maxsim(cs: api.CentroidScores, data: Data, pids: Tensor) -> Tensor:
 
 def bench_centroid_maxsim(bench: Bench, data: Data) -> None:
     T, N = data.codes.size(0), data.offsets.size(0) - 1
-    sample = torch.linspace(0, N - 1, SAMPLE, device="cuda").long()
+    chosen = sample(N, data.codes.device)
     best = (data.centroids.float() @ data.Q.T).amax(1).sort(descending=True).values
     out = torch.full((N,), math.nan, device="cuda")
     nbytes = data.codes.nbytes + data.offsets.nbytes + out.nbytes
@@ -119,45 +108,14 @@ def bench_centroid_maxsim(bench: Bench, data: Data) -> None:
     for kept in (None, 0.02, 0.2):
         threshold = None if kept is None else float(best[int(kept * len(best))])
         cs = api.centroid_scores(data.Q, data.centroids, threshold, cmax=1.01)
-        correct = close(table_maxsim(cs, data, sample), 1e-5, sample)
+        check = Check(table_maxsim(cs, data, chosen), chosen, 1e-5)
         run = partial(api.centroid_maxsim, cs, data.codes, data.offsets, use_keep=kept is not None, out=out)
         for BLOCK_N in (32, 64, 128):
             for programs in (8, 16, 24, 32):
                 blocks = tuning.CentroidBlocks(32, BLOCK_N, tuning.arch(out.device) >= 90, programs)
                 tuning.centroid_blocks = lambda *_, blocks=blocks: blocks
-                bench.add(f"centroid_maxsim/kept {kept} BN {BLOCK_N} programs {programs}", run, correct, nbytes, T)
+                bench.add(f"centroid_maxsim/kept {kept} BN {BLOCK_N} programs {programs}", run, check, nbytes, T)
     tuning.centroid_blocks = default
-
-
-def bench_dense(bench: Bench, data: Data) -> None:
-    lengths = data.offsets.diff()[:200_000]
-    for dtype in (torch.float16, torch.float32):
-        for DIM in (64, 128, 256, 384, 768):
-            passages = min(len(lengths), 200_000 * 128 // DIM // (dtype.itemsize // 2))
-            offsets = torch.cat([lengths.new_zeros(1), lengths[:passages].cumsum(0)])
-            Q = normalize(torch.randn(32, DIM, device="cuda"), dim=-1).to(dtype)
-            packed = torch.randn(int(offsets[-1]), DIM, device="cuda", dtype=dtype) / DIM**0.5
-            n = len(packed) // 128
-            padded = packed[: n * 128].view(n, 128, DIM)
-            even = torch.arange(n + 1, device="cuda") * 128
-            ragged_sample = torch.linspace(0, passages - 1, min(SAMPLE, passages), device="cuda").long()
-            even_sample = torch.linspace(0, n - 1, min(SAMPLE, n), device="cuda").long()
-            for precision in ("ieee",) if dtype == torch.float16 else ("ieee", "tf32x3", "tf32"):
-                error = 32 * (5e-4 if precision == "tf32" else DIM * 2.0**-24 + 4e-6 * (precision == "tf32x3"))
-                bench.add(
-                    f"dense/packed {dtype} DIM {DIM} {precision}",
-                    partial(api.dense_maxsim, Q, packed, offsets=offsets, precision=precision),
-                    close(reference.maxsim(Q, packed, offsets, ragged_sample), error, ragged_sample),
-                    packed.nbytes,
-                    passages,
-                )
-                bench.add(
-                    f"dense/128 tokens {dtype} DIM {DIM} {precision}",
-                    partial(api.dense_maxsim, Q, padded, precision=precision),
-                    close(reference.maxsim(Q, packed, even, even_sample), error, even_sample),
-                    padded.nbytes,
-                    n,
-                )
 
 
 def main() -> None:
@@ -171,7 +129,6 @@ def main() -> None:
     data = make(2, 128, 32, args.passages, 1 << 18)
     bench_centroid_scores(bench, data)
     bench_centroid_maxsim(bench, data)
-    bench_dense(bench, data)
     name = torch.cuda.get_device_name()
     device = f"{name}, torch {torch.__version__}, triton {triton.__version__}"
     print(f"{device}; read {bench.read:.0f} GB/s; best of each kind:")

@@ -72,7 +72,7 @@ def plot_dense(result: dict[str, Any]) -> Path | None:
     axis.set_yticks(range(len(ours)), [page.name_of(row) for row in ours])
     axis.invert_yaxis()
     axis.set(xlabel="% of read bandwidth")
-    axis.legend(loc="lower right")
+    figure.legend(loc="outside upper center", ncols=3)
     return save(figure, "dense")
 
 
@@ -95,7 +95,7 @@ def plot_compressed(result: dict[str, Any]) -> Path | None:
     axis.set_yticks(range(len(ours)), [page.name_of(row) for row in ours])
     axis.invert_yaxis()
     axis.set(xscale="log", xlabel="Gtokens/s (times queries that share a decode)")
-    axis.legend(loc="lower right")
+    figure.legend(loc="outside upper center", ncols=3)
     return save(figure, "compressed")
 
 
@@ -116,6 +116,9 @@ def plot_sweeps(result: dict[str, Any]) -> Path | None:
             axis.plot([value(row) for row in points], [row["pct_of_read"] for row in points], "o-", label=kind)
         axis.axhline(100, color="black", linewidth=0.8)
         axis.set(xscale="log", xlabel=label, ylabel="% of read bandwidth", ylim=(0, 110))
+        at = sorted({value(row) for row in rows})
+        axis.set_xticks(at, [f"{x:,.0f}" for x in at], minor=False)
+        axis.set_xticks([], minor=True)
         if kinds:
             axis.legend(fontsize=7)
     residual = [row for row in result["sweeps"] if row["group"] == "sweep residual" and "ms" in row]

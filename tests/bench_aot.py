@@ -15,12 +15,13 @@ if __name__ == "__main__":
         x = torch.zeros(1 << 16, dtype=torch.int32)
         for blocks in stream.CHOICES:
             stream.stream(x, torch.zeros(1 << 12, dtype=torch.int32), blocks)
-        for LQ, DIM, choices in ((32, 128, paper.CHOICES), (128, 384, paper.CHOICES), (32, 768, paper.CHOICES[:1]),
-                                 (32, 64, paper.CHOICES[:1]), (32, 256, paper.CHOICES)):  # fmt: skip
-            for paper_blocks in choices:
-                for dtype in (torch.float16, torch.bfloat16):
-                    D = torch.zeros(16, 128, DIM, dtype=dtype)
-                    paper.paper_maxsim(torch.zeros(LQ, DIM, dtype=dtype), D, paper_blocks)
+        # what the bench launches
+        launches = [(32, 128, torch.float16, blocks) for blocks in paper.CHOICES]
+        launches += [(32, DIM, torch.bfloat16, paper.CHOICES[0]) for DIM in (64, 128, 256, 384, 768)]
+        launches += [(LQ, 128, torch.float16, paper.CHOICES[0]) for LQ in (8, 128)]
+        for LQ, DIM, dtype, chosen in launches:
+            D = torch.zeros(16, 128, DIM, dtype=dtype)
+            paper.paper_maxsim(torch.zeros(LQ, DIM, dtype=dtype), D, chosen)
     for k in kernels:
         fields = {name: value for name, value in vars(k).items() if name != "asm"}
         wide = 0 if k.kernel != "_stream_kernel" else k.asm["ptx"].count("v4.b32")

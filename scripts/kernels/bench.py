@@ -21,7 +21,8 @@ OURS = "plaid_tilemaxsim"
 class Sizes:
     """How much is measured. Every working set is far above the L2, or the L2 is emptied before each run."""
 
-    dense: int = 100_000  # passages of 128 tokens and 128 dimensions in fp16: 3.28 GB; other shapes as many bytes
+    tokens: int = 128  # of a passage, where all have as many
+    dense: int = 100_000  # passages of 128 dimensions in fp16: 3.28 GB; other shapes as many bytes
     few: int = 10_000
     packed: int = 200_000
     residual: int = 1_500_000
@@ -34,8 +35,8 @@ class Sizes:
 
 
 # What compiles the kernels of a full run (its divisibilities and types), and what the interpreter can do.
-SMALL = Sizes(1024, 1024, 1024, 1024, 1 << 12, 1024, 2048, 1 << 24, 1 << 24, (1024,))
-TINY = Sizes(16, 16, 16, 16, 1 << 10, 16, 16, 1 << 17, 1 << 15, (16,))
+SMALL = Sizes(128, 1024, 1024, 1024, 1024, 1 << 12, 1024, 2048, 1 << 24, 1 << 24, (1024,))
+TINY = Sizes(20, 16, 16, 16, 16, 1 << 10, 16, 16, 1 << 17, 1 << 15, (16,))
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Bench:
     peers: str | None = ""  # peers whose name contains this; None: no peers
     read_gb_s: float = float("nan")
     rows: list[dict[str, Any]] = field(default_factory=list)
+    on_row: Callable[[], object] = lambda: None  # called after every new row
 
     def __post_init__(self) -> None:
         self.clock = Clock(self.device, self.once)
@@ -196,6 +198,7 @@ class Bench:
     def _keep(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
         print(describe(row), flush=True)
+        self.on_row()
 
 
 def describe(row: dict[str, Any]) -> str:

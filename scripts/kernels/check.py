@@ -47,6 +47,8 @@ class Check:
         if not torch.equal(got.isinf(), ~finite):
             return Verdict(math.inf, False, "-inf at other passages than the oracle")
         got, want = got[finite], self.want[finite]
+        if len(got) < 2:
+            return Verdict(math.nan, False, "fewer than two finite scores to compare")
         error = (got - want).abs().max().item()
         shuffled = (got.roll(max(1, len(got) // 2)) - want).abs().median().item()
         limit = shuffled / 2 if self.tolerance is None else self.tolerance
@@ -63,14 +65,20 @@ class Check:
         return Check(self.want[inside], chosen[inside], None)
 
 
-def dense_budget(LQ: int, DIM: int, precision: str = "ieee", norm: float = 1.0) -> float:
-    """DIM additions of products below ``norm`` in fp32, for every query token.
+def dense_budget(LQ: int, DIM: int, precision: str = "ieee", want: Tensor | None = None) -> float:
+    """DIM additions of products of unit vectors in fp32, for every query token.
 
-    tf32x3 drops the product of the two small parts, 2**-22 of a product; tf32 truncates each operand to 10 bits,
-    less than 2**-9 of a product.
+    tf32x3 drops the product of the two small parts, 2**-22 of a product. tf32 truncates each operand, by a share
+    spread over 0 to 2**-10: together below 2**-9 of a score (``want``, the largest counts), and four standard
+    deviations of what differs between dimensions.
     """
-    extra = {"ieee": 0.0, "tf32x3": 2.0**-22, "tf32": 2.0**-9}[precision]
-    return LQ * norm * (DIM * U24 + extra)
+    fp32 = LQ * DIM * U24
+    if precision == "tf32x3":
+        return fp32 + LQ * 2.0**-22
+    if precision == "tf32":
+        assert want is not None
+        return fp32 + 2.0**-9 * want.abs().max().item() + 4 * (LQ / DIM) ** 0.5 * 2.0**-10
+    return fp32
 
 
 def residual_budget(data: Data) -> float:

@@ -22,7 +22,6 @@ from .data import Data, unit_rows
 LQ, DIM = 32, 128
 QUERIES = 8  # that share a decode
 KEPT = 0.2  # share of the centroids above the threshold in the thresholded row
-TOKENS = 128  # of a PQ passage
 MS = (8, 16, 32)
 RESULTS = 100
 # Most passages of a peer that multiplies 32-bit offsets, or is slow.
@@ -128,7 +127,8 @@ def threshold_between(data: Data, share: float) -> float:
     """A threshold that about this share of the centroids reach, in a gap wider than the scores' error."""
     best = (data.centroids.double() @ data.Q.double().T).amax(1).sort(descending=True).values
     at = max(1, int(share * len(best)))
-    near = best[max(0, at - 200) : at + 200]
+    around = max(2, len(best) // 200)
+    near = best[max(0, at - around) : at + around]
     wide = int((near[:-1] - near[1:]).argmax())
     return float(near[wide : wide + 2].mean())
 
@@ -175,14 +175,14 @@ def scores_case(bench: Bench, data: Data) -> None:
 
 def run_pq(bench: Bench) -> None:
     """Random codes; entries such that an embedding is about a unit vector."""
-    passages = bench.sizes.pq
+    passages, ND = bench.sizes.pq, bench.sizes.tokens
     for M in MS:
         if not bench.wants(f"m{M}"):
             continue
-        T = passages * TOKENS
+        T = passages * ND
         codes = torch.randint(0, 256, (T, M), generator=bench.gen, device=bench.device, dtype=torch.uint8)
         codebook = (torch.randn(M, 256, DIM // M, generator=bench.gen, device=bench.device) / DIM**0.5).half()
-        offsets = torch.arange(passages + 1, device=bench.device) * TOKENS
+        offsets = torch.arange(passages + 1, device=bench.device) * ND
         Q = unit_rows(LQ, DIM, bench.gen)
         chosen = sample(passages, bench.device)
         check = Check(reference.pq_maxsim(Q, codes, codebook, offsets, chosen), chosen, pq_budget(LQ, DIM))
@@ -199,7 +199,7 @@ def run_pq(bench: Bench) -> None:
                 checked=_columns(run, chosen),
             )  # fmt: skip
         if bench.peers is not None:
-            for name, peer in peers.torch_pq(Q, codes, codebook, TOKENS):
+            for name, peer in peers.torch_pq(Q, codes, codebook, ND):
                 bench.peer(shape, name, _constant(peer), check)
 
 

@@ -82,15 +82,19 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def short(commit: str | None) -> str:
+    return "unknown" if commit is None else commit[:12]
+
+
 def where(result: dict[str, Any]) -> str:
     """The page's first lines: machine, versions, ceiling."""
     versions, best = result["versions"], result["read"]["best"]
     others = [(group, run["commit"]) for group, run in result["runs"].items() if run["commit"] != result["commit"]]
-    older = "".join(f" The group {group} was measured at `{commit[:12]}`." for group, commit in others)
+    older = "".join(f" The group {group} was measured at `{short(commit)}`." for group, commit in others)
     choice = f"{best['BLOCK']} words a block, {best['num_warps']} warps, {best['programs_per_sm']} programs an SM"
     return (
         f"{result['gpu']}, torch {versions['torch']}, triton {versions['triton']}, "
-        f"commit `{result['commit'][:12]}`.{older}\n"
+        f"commit `{short(result['commit'])}`.{older}\n"
         f"Read bandwidth in that run: **{result['read']['gb_s']:,.0f} GB/s** over "
         f"{result['read']['bytes'] / 1e9:.1f} GB ({choice}),\n"
         f"and {result['read']['small']['gb_s']:,.0f} GB/s over {result['read']['small']['bytes'] / 1e9:.2f} GB, where "

@@ -358,12 +358,12 @@ def torch_pq(Q: Tensor, codes: Tensor, codebook: Tensor, ND: int) -> Iterator[tu
     half = Q.half()
 
     def decoded() -> Tensor:
-        parts = codes.split((1 << 18) * ND // 128)
+        parts = codes.split((1 << 18) // ND * ND)
         return torch.cat([eager(half, codebook[subspace, c.int()].reshape(-1, ND, Q.size(1))) for c in parts])
 
     def gathered() -> Tensor:
         table = torch.einsum("qmd,mcd->mcq", half.view(len(Q), M, -1), codebook)
-        parts = codes.split((1 << 16) * ND // 128)
+        parts = codes.split((1 << 16) // ND * ND)
         sums = [table[subspace, c.int()].sum(1).view(-1, ND, len(Q)) for c in parts]
         return torch.cat([s.amax(1).sum(1, dtype=torch.float32) for s in sums])
 

@@ -104,7 +104,7 @@ def merged(old: list[Row], new: list[Row]) -> list[Row]:
 
 
 class Record:
-    """The result file of a run, written after every group. ``merge``: on top of what the file holds."""
+    """The result file of a run. ``merge``: on top of what the file holds."""
 
     def __init__(self, path: Path | None, merge: bool, environment: dict[str, Any]) -> None:
         self.path = path
@@ -113,7 +113,7 @@ class Record:
         self.result: dict[str, Any] = {}
 
     def write(self, rows: list[Row], read: dict[str, Any], groups: Iterable[str], gpu: str) -> dict[str, Any]:
-        """``rows`` of this run so far, ``groups`` the finished ones."""
+        """``rows`` of this run so far, ``groups`` those it has begun."""
         every = merged(self.old.get("rows", []) + self.old.get("sweeps", []), rows)
         sweeps = [row for row in every if row["group"].startswith("sweep")]
         main = [row for row in every if not row["group"].startswith("sweep")]

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+# Residual bytes of a tile, and rows at most: wider tiles spill.
+TILE = 4096
 BLOCK_N = 32
 # normalize() divides by at least this; below it a vector counts as zero
 ZERO_NORM = 1e-12
@@ -53,9 +55,11 @@ def inverse_norms(
     n, width = residuals.shape
     out = torch.empty(n, dtype=torch.float32, device=codes.device)
     if n:
-        _inverse_norms_kernel[(triton.cdiv(n, BLOCK_N),)](
+        PD_P = triton.next_power_of_2(width)
+        block_n = min(BLOCK_N, TILE // PD_P)
+        _inverse_norms_kernel[(triton.cdiv(n, block_n),)](
             codes, residuals, centroids, bucket_weights, out, n,
-            DIM=centroids.size(1), NBITS=nbits, PD=width, PD_P=triton.next_power_of_2(width), ZERO=ZERO_NORM,
-            BLOCK_N=BLOCK_N, num_warps=4,
+            DIM=centroids.size(1), NBITS=nbits, PD=width, PD_P=PD_P, ZERO=ZERO_NORM, BLOCK_N=block_n,
+            num_warps=4,
         )  # fmt: skip
     return out

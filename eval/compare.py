@@ -122,6 +122,7 @@ def compare(
 
     Orders are compared on the k best of each system, among passages that both scored. Returns plain JSON:
 
+    - judged: the other's ranking is held to the oracle (its tolerance is finite: it holds the index's vectors);
     - same: every check below passed (sets and order only count where both follow PLAID's funnel);
     - ranking: identical (queries with the same pids in the same order), same_outside_ties, top1_equal, overlap
       (mean shared part of the k best), pairs_reordered, pairs_beyond_ties, worst_inversion (oracle score);
@@ -216,10 +217,11 @@ def compare(
         "base": base.name,
         "other": other.name,
         "comparable": comparable,
+        "judged": np.isfinite(other.tolerance.ranking).item(),
         "queries": n,
         "same": not failures if comparable else None,
         "ranking": {**ranking, "overlap": float(np.mean(overlaps)), "worst_inversion": worst,
-                    "tolerance": {base.name: base.tolerance.ranking, other.name: other.tolerance.ranking}},
+                    "tolerance": {side.name: _finite(side.tolerance.ranking) for side in (base, other)}},
         "candidates": sets["candidates"] if comparable else None,
         "survivors": sets["survivors"] if comparable else None,
         "errors": {
@@ -230,6 +232,11 @@ def compare(
         "failures": failures[:MAX_FAILURES],
         "num_failures": len(failures),
     }  # fmt: skip
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no infinity."""
+    return value if np.isfinite(value) else None
 
 
 def _ranks(pids: np.ndarray, wanted: np.ndarray) -> np.ndarray:

@@ -127,7 +127,7 @@ def query_scatter(x: Sequence[float], y: Sequence[float], title: str, x_label: s
     return _svg(top + side + 40, title, "".join(body), width=left + side + 12, kind="small")
 
 
-SERIES = 8  # colour classes c0, c1, ... of report.css
+SERIES = 12  # colour classes c0, c1, ... of report.css
 
 
 def series_class(i: int) -> str:
@@ -189,7 +189,7 @@ def _ticks(span: tuple[float, float], log: bool) -> list[float]:
             found = [step * 10.0**decade for decade in decades for step in steps if low <= step * 10.0**decade <= high]
             if len(found) >= 3:
                 return found
-        return found or [low, high]
+        return found if len(found) > 1 else _ticks(span, False)
     size = 10.0 ** math.floor(math.log10((high - low) / 4))
     step = next(size * factor for factor in (1, 2, 5, 10) if (high - low) / (size * factor) <= 6)
     first = math.ceil(low / step)

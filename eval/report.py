@@ -59,15 +59,23 @@ def _style() -> str:
 def label(system: str) -> str:
     """How the page calls a system."""
     kind, _, options = system.partition(":")
-    names = {"plaid": "stock PLAID", "tilemaxsim": "TileMaxSim", "maxsim": "MaxSim,", "oracle": "float64 oracle",
+    names = {"plaid": "stock PLAID", "tilemaxsim": "TileMaxSim", "maxsim": "MaxSim", "oracle": "float64 oracle",
              "xtr-warp": "WARP"}  # fmt: skip
     words = [option.removeprefix("mode=").removeprefix("impl=") for option in options.split(",") if option]
-    return " ".join([names.get(kind, kind), *("on the CPU" if word == "device=cpu" else word for word in words)])
+    separator = ", " if kind == "maxsim" else " "
+    return separator.join([names.get(kind, kind), *("on the CPU" if word == "device=cpu" else word for word in words)])
 
 
 def ran(results: Results) -> list[str]:
     """The systems that ran on every index, in the experiment's order; the first is what others are compared with."""
     return [s for s in results["experiment"]["systems"] if all(s in index["systems"] for index in results["indexes"])]
+
+
+def another(system: str, compared: dict[str, Any]) -> str:
+    """What a system does whose results are not meant to be stock's."""
+    if not compared["judged"]:
+        return "own vectors"
+    return "another mode" if system.startswith("tilemaxsim") else "exact search"
 
 
 def plugin_of(systems: Sequence[str]) -> str:
@@ -86,7 +94,8 @@ def percent(share: float) -> str:
 def _names(results: Results) -> str:
     """What the page compares; modes of one scorer are not told apart here."""
     names = list(dict.fromkeys(label(system.partition(":")[0]) for system in ran(results)))
-    return f"{' and '.join(names[1:])} against {names[0]}" if names[1:] else names[0]
+    others = " and ".join(filter(None, (", ".join(names[1:-1]), *names[1:][-1:])))
+    return f"{others} against {names[0]}" if others else names[0]
 
 
 def _subtitle(results: Results) -> str:
@@ -233,7 +242,7 @@ def _latency_section(results: Results, base: str) -> str:
     timing = results["experiment"]["latency"]
     return (
         "<section id=latency><h2>Latency</h2>"
-        "<p>From an encoded query to pids and scores on the host, all systems on one Searcher, the same queries one "
+        "<p>From an encoded query to pids and scores on the host, the same queries one "
         f"after the other in turning order, {timing['repeats']} rounds after a warm-up; "
         f"{latency['device'].upper()}, {latency['threads']} thread{'s' * (latency['threads'] > 1)}.</p>"
         + _table(["", "system", "p50 ms", "p95 ms", "p99 ms", "mean ms", f"p50 / {label(base)}", "speed-up",
@@ -357,11 +366,13 @@ def _sameness_section(results: Results, base: str) -> str:
     for search, name in settings(results):
         for system, compared in search["compare"].items():
             ranking, n = compared["ranking"], compared["queries"]
-            verdict = {True: "<b class=yes>same</b>", False: "<b class=no>differs</b>", None: "another mode"}
+            judged = compared["judged"]
+            verdict = {True: "<b class=yes>same</b>", False: "<b class=no>differs</b>", None: another(system, compared)}
             rows.append([
-                name, label(system), verdict[compared["same"]], f"{ranking['same_outside_ties']:,} of {n:,}",
+                name, label(system), verdict[compared["same"]],
+                f"{ranking['same_outside_ties']:,} of {n:,}" if judged else "",
                 f"{ranking['pairs_reordered']:,}",
-                significant(ranking["worst_inversion"], 2),
+                significant(ranking["worst_inversion"], 2) if judged else "",
                 *[_sets(compared[what], n) for what in ("candidates", "survivors")], percent(ranking["overlap"]),
             ])  # fmt: skip
             for who, error in compared["errors"].items():
@@ -531,7 +542,9 @@ def part(results: Results, command: str) -> str:
                 measured = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
                 lines.append(f"{head}, {label(system)}: {measured}")
             for system, compared in search.get("compare", {}).items():
-                verdict = {True: "same outside ties", False: "DIFFERS", None: "another mode"}[compared["same"]]
+                verdict = {True: "same outside ties", False: "DIFFERS", None: another(system, compared)}[
+                    compared["same"]
+                ]
                 error = compared["errors"][system]
                 largest = f", largest error {significant(error['max'], 2)}" if error["n"] else ""
                 lines.append(f"{head}, {label(system)}: {verdict}{largest}")
@@ -564,7 +577,9 @@ def summary(results: Results) -> str:
             figures = [significant(timing[system]["search"][p]) for p in ("p50", "p95")] if timing else ["", ""]
             gain = times(timing[base]["search"]["p50"] / timing[system]["search"]["p50"]) if timing else ""
             compared = search["compare"].get(system)
-            same = "" if compared is None else {True: "yes", False: "NO", None: "another mode"}[compared["same"]]
+            same = ""
+            if compared is not None:
+                same = {True: "yes", False: "NO", None: another(system, compared)}[compared["same"]]
             metric = f"{search['metrics'][system][header[5]]:.4f}"
             rows.append([name, label(system), *figures, gain if system != base else "", metric, same])
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]

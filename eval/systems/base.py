@@ -46,7 +46,8 @@ class Tolerance:
     """How far a system's numbers may be from the oracle's because of its arithmetic, not its logic.
 
     score: |score - oracle| allowed (None: reported, not judged). ranking: oracle scores closer than this may be in
-    either order. approximate, threshold: the same for sums of centroid scores and for single centroid scores.
+    either order (infinite: nothing of the ranking is judged). approximate, threshold: the same for sums of centroid
+    scores and for single centroid scores.
     """
 
     score: float | None
@@ -62,8 +63,10 @@ STOCK_CPU = Tolerance(score=2e-3, ranking=1e-4, approximate=1e-4, threshold=1e-5
 # The kernels' budget is 2e-3 a score; their centroid table has 16 bits.
 OURS_GPU = Tolerance(score=2e-3, ranking=4e-3, approximate=2e-3, threshold=1e-5)
 OURS_CPU = Tolerance(score=2e-3, ranking=1e-4, approximate=1e-4, threshold=1e-5)
-# Systems with a codec or an arithmetic of their own: their errors are reported, their rankings not judged.
-OTHERS = Tolerance(score=None, ranking=2**-5, approximate=2**-5, threshold=2**-10)
+# Systems that hold other vectors than the index: its oracle says how far they are, and judges nothing.
+OTHERS = Tolerance(score=None, ranking=float("inf"), approximate=float("inf"), threshold=float("inf"))
+# Exact MaxSim over the index's vectors, decompressed to fp16 on a GPU: it rounds as stock does there.
+EXACT = STOCK_GPU
 
 
 class NotRun(Exception):
@@ -113,7 +116,7 @@ class Whole:
 
     clamps = False
     follows_plaid = False
-    tolerance = OTHERS
+    tolerance = EXACT
     own_ms: float | None = None
 
     def search(self, Q: Tensor) -> tuple[list[int], list[float]]:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..cache import atomic_folder, cache_root, sha256_json
 from ..indexing import Embeddings
-from .base import Knobs, NotRun, Whole
+from .base import OTHERS, Knobs, NotRun, Whole
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,8 @@ def find_python(engine: Engine, cache: str | os.PathLike[str] | None) -> str:
 
 class External(Whole):
     """One engine over the vectors of a collection. Raises NotRun (see find_python), and what the engine raises."""
+
+    tolerance = OTHERS
 
     def __init__(
         self,

@@ -16,7 +16,8 @@ LOG: list[tuple[str, str, int]] = []
 class Fake:
     def __init__(self, name: str, found: list[int]) -> None:
         self.name, self.found = name, found
-        self.device, self.own_ms = torch.device("cpu"), None
+        self.device = torch.device("cpu")
+        self.own_ms: float | None = None
         self.knobs: list[Knobs] = []
 
     def use(self, knobs):

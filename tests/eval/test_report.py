@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from eval import plots, report
+from eval import markdown, plots, report
 from eval.compare import Errors
 from eval.experiment import default_experiment
 from eval.measure import paired
@@ -55,7 +55,8 @@ def setting(k: int, stock_ms: float, ours_ms: float) -> dict[str, Any]:
         "per_query": {"measure": "nDCG@10", "values": {BASE: list(values.values()), OURS: list(changed.values())}},
         "compare": {
             OURS: {
-                "base": BASE, "other": OURS, "comparable": True, "queries": 3, "same": True, "ranking": ranking,
+                "base": BASE, "other": OURS, "comparable": True, "judged": True, "queries": 3, "same": True,
+                "ranking": ranking,
                 "candidates": {"equal": 3, "equal_but_ties": 0, "different": 0},
                 "survivors": {"equal": 2, "equal_but_ties": 1, "different": 0},
                 "errors": {BASE: {**errors(4e-6), "allowed": 2e-3}, OURS: {**errors(6e-6), "allowed": 2e-3}},
@@ -261,3 +262,58 @@ def test_plots_are_well_formed():
         plots.query_scatter([0.0, 1.0, 1.0], [0.0, 1.0, 0.5], "t", "a", "b"),
     ):
         assert ElementTree.fromstring(html).find(".//svg") is not None
+
+
+def test_what_did_not_run_and_what_it_costs(results):
+    page = Page(report.render(results))
+    assert "fast-plaid is not installed" in page.text
+    assert "pip install <it>" in page.text
+    assert "12.3 MB" in page.text
+    assert "150" in page.text  # the first query of stock
+    text = markdown.render(results)
+    assert "| fast-plaid | fast-plaid is not installed | pip install <it> |" in text
+    assert "| 2 bit | stock PLAID | 1.50 | 150 | 4.32 MB |  | 12.3 MB |" in text
+    assert "| k = 10 | TileMaxSim | 7.89 |" in text
+    assert "93.8%" in text  # the candidates' share of the exact top k
+
+
+def test_plots_of_tradeoffs_and_throughput(results):
+    html = report.render(results)
+    assert "stock PLAID, k = 10: 0.8750, 23.5" in html
+    assert re.search(r"TileMaxSim, 8: 1,01\d", html)
+    for search in results["indexes"][0]["search"]:
+        search["exhaustive"] = None
+        search["latency"]["throughput"] = {}
+    bare = report.render(results)
+    assert "Latency against recall" not in bare
+    assert "<h3>Throughput" not in bare
+
+
+def test_roofline_when_given(results):
+    assert "Roofline" not in report.render(results)
+    row = {"group": "dense", "name": "d128", "LQ": 32, "DIM": 128, "tokens": 1_000_000, "nbytes": 256_000_000}
+    results["kernels"] = {
+        "gpu": "A GPU", "read": {"gb_s": 4000.0},
+        "rows": [{**row, "kernel": "plaid_tilemaxsim", "ours": True, "ms": 0.08},
+                 {**row, "kernel": "flash_maxsim.flash_maxsim", "ours": False, "ms": 0.16},
+                 {**row, "kernel": "other", "ours": False, "failed": "no"}],
+    }  # fmt: skip
+    html = report.render(results)
+    # 2 * 1e6 * 128 * 32 operations in 0.08 ms, 32 a byte
+    assert "TileMaxSim, dense d128, plaid_tilemaxsim: 32.00, 102" in html
+    assert "flash_maxsim, dense d128" in html
+
+
+def test_engines_with_vectors_of_their_own_are_not_judged(results):
+    for search in results["indexes"][0]["search"]:
+        search["compare"][OURS] |= {"judged": False, "same": None, "comparable": False}
+    page = Page(report.render(results))
+    assert "own vectors" in page.text
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_ticks_are_round_and_within(log):
+    for low, high in ((0.31, 0.97), (2.0, 2.5), (3.0, 9000.0), (0.001, 0.004)):
+        ticks = plots._ticks((low, high), log)
+        assert len(ticks) >= 2
+        assert all(low <= tick <= high for tick in ticks)

@@ -98,6 +98,19 @@ def _dense_maxsim_kernel(
             start = tl.cast(i, tl.int64) * ND
             best = _tile_best(D_ptr, qs, start, 0, length, DIM, FULL, PRECISION, BLOCK_N, BLOCK_Q, BLOCK_D, PIECES)
             write_scores(best, out_ptr, i, n, NQ, LQ, HAS_BASE, LQP, BLOCK_Q)
+    elif PADDED and not HAS_LENGTHS:
+        # padded, all of one length: one loop over the tiles of all passages, so that loads run ahead likewise
+        TILES = tl.cdiv(ND, BLOCK_N)
+        mine = tl.cdiv(last - tl.program_id(0), tl.num_programs(0))
+        best = tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32)
+        for j in tl.range(0, mine * TILES, num_stages=STAGES):
+            i = tl.program_id(0) + j // TILES * tl.num_programs(0)
+            t = j % TILES * BLOCK_N
+            start = tl.cast(i, tl.int64) * ND
+            tile = _tile_best(D_ptr, qs, start, t, ND, DIM, FULL, PRECISION, BLOCK_N, BLOCK_Q, BLOCK_D, PIECES)
+            best = tl.where(t == 0, tile, tl.maximum(best, tile))
+            if t + BLOCK_N >= ND:
+                write_scores(best, out_ptr, i, n, NQ, LQ, HAS_BASE, LQP, BLOCK_Q)
     else:
         for i in range(tl.program_id(0), last, tl.num_programs(0)):
             pid = tl.cast(i, tl.int64)

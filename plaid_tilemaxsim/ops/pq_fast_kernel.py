@@ -179,13 +179,14 @@ def _pq_maxsim_kernel(
     i_a = next_passage(i_y, step, GROUP)
     i_b = next_passage(i_a, step, GROUP)
     pid_b = pid_at(pids_ptr, i_b, n, HAS_PIDS)
-    start_y, left_y = token_range(offsets_ptr, pid_at(pids_ptr, i_y, n, HAS_PIDS))
-    start_a, left_a = token_range(offsets_ptr, pid_at(pids_ptr, i_a, n, HAS_PIDS))
+    start_y, left_y = token_range(offsets_ptr, pid_at(pids_ptr, i_y, n, HAS_PIDS), 0, "packed")
+    start_a, left_a = token_range(offsets_ptr, pid_at(pids_ptr, i_a, n, HAS_PIDS), 0, "packed")
     i_x, left_x = i_y, left_y
     x = _load_codes(codes_at, tile_tokens(start_y, left_y, row), M)
     i_y, start_y, left_y, i_a, start_a, left_a, i_b, pid_b = advance(
-        i_y, start_y, left_y, i_a, start_a, left_a, i_b, pid_b, offsets_ptr, pids_ptr, n, step, HAS_PIDS, GROUP
-    )
+        i_y, start_y, left_y, i_a, start_a, left_a, i_b, pid_b,
+        offsets_ptr, pids_ptr, n, step, 0, HAS_PIDS, GROUP, 16, "packed",
+    )  # fmt: skip
     maxima = nothing
     while i_x < n:
         y = _load_codes(codes_at, tile_tokens(start_y, left_y, row), M)
@@ -205,8 +206,9 @@ def _pq_maxsim_kernel(
             maxima = nothing
         i_x, left_x, x = i_y, left_y, y
         i_y, start_y, left_y, i_a, start_a, left_a, i_b, pid_b = advance(
-            i_y, start_y, left_y, i_a, start_a, left_a, i_b, pid_b, offsets_ptr, pids_ptr, n, step, HAS_PIDS, GROUP
-        )
+            i_y, start_y, left_y, i_a, start_a, left_a, i_b, pid_b,
+            offsets_ptr, pids_ptr, n, step, 0, HAS_PIDS, GROUP, 16, "packed",
+        )  # fmt: skip
 
 
 # ---- launcher

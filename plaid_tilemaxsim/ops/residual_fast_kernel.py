@@ -426,47 +426,23 @@ def _residual_maxsim_kernel(
     i_a = next_passage(i_z, step, GROUP)
     i_b = next_passage(i_a, step, GROUP)
     pid_b = pid_at(pids_ptr, i_b, n, HAS_PIDS)
-    start_z, left_z = token_range(offsets_ptr, pid_at(pids_ptr, i_z, n, HAS_PIDS))
-    start_a, left_a = token_range(offsets_ptr, pid_at(pids_ptr, i_a, n, HAS_PIDS))
+    start_z, left_z = token_range(offsets_ptr, pid_at(pids_ptr, i_z, n, HAS_PIDS), 0, "packed")
+    start_a, left_a = token_range(offsets_ptr, pid_at(pids_ptr, i_a, n, HAS_PIDS), 0, "packed")
     i_x, left_x = i_z, left_z
     tokens = tile_tokens(start_z, left_z, row)
     codes = load(codes_at, tokens[0], 4, "b32", 1) + load(codes_at, tokens[1], 4, "b32", 1)
     x = _load_tile(tokens, codes, table_at, residuals_at, inv_norms_at, NT, LOADS, LQP, ROW_BYTES, INV_BYTES)
     i_z, start_z, left_z, i_a, start_a, left_a, i_b, pid_b = advance(
-        i_z,
-        start_z,
-        left_z,
-        i_a,
-        start_a,
-        left_a,
-        i_b,
-        pid_b,
-        offsets_ptr,
-        pids_ptr,
-        n,
-        step,
-        HAS_PIDS,
-        GROUP,
-    )
+        i_z, start_z, left_z, i_a, start_a, left_a, i_b, pid_b,
+        offsets_ptr, pids_ptr, n, step, 0, HAS_PIDS, GROUP, 16, "packed",
+    )  # fmt: skip
     i_y, left_y = i_z, left_z
     tokens = tile_tokens(start_z, left_z, row)
     codes = load(codes_at, tokens[0], 4, "b32", 1) + load(codes_at, tokens[1], 4, "b32", 1)
     i_z, start_z, left_z, i_a, start_a, left_a, i_b, pid_b = advance(
-        i_z,
-        start_z,
-        left_z,
-        i_a,
-        start_a,
-        left_a,
-        i_b,
-        pid_b,
-        offsets_ptr,
-        pids_ptr,
-        n,
-        step,
-        HAS_PIDS,
-        GROUP,
-    )
+        i_z, start_z, left_z, i_a, start_a, left_a, i_b, pid_b,
+        offsets_ptr, pids_ptr, n, step, 0, HAS_PIDS, GROUP, 16, "packed",
+    )  # fmt: skip
     maxima = nothing
     while i_x < n:
         for _ in tl.static_range(UNROLL):
@@ -505,7 +481,7 @@ def _residual_maxsim_kernel(
             i_y, left_y = i_z, left_z
             i_z, start_z, left_z, i_a, start_a, left_a, i_b, pid_b = advance(
                 i_z, start_z, left_z, i_a, start_a, left_a, i_b, pid_b,
-                offsets_ptr, pids_ptr, n, step, HAS_PIDS, GROUP,
+                offsets_ptr, pids_ptr, n, step, 0, HAS_PIDS, GROUP, 16, "packed",
             )  # fmt: skip
 
 

@@ -183,7 +183,9 @@ def pq_blocks(arch: int, DIM: int, blocks: int) -> PQBlocks:
     """The fast kernel (``pq_fast_kernel``) for a number of blocks of 32 query tokens. Not measured yet."""
     if blocks == 1:
         return PQBlocks(BLOCKS=1, group=16, maxnreg=168 if DIM <= 128 else None, programs_per_sm=12)
-    return PQBlocks(BLOCKS=4, group=16, maxnreg=None, programs_per_sm=8)
+    # a tile's centroids stay in DIM / 4 registers until the last block has used them
+    together = 4 if DIM <= 256 else 2 if DIM <= 512 else 1
+    return PQBlocks(BLOCKS=together, group=16, maxnreg=None, programs_per_sm=8)
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,53 @@ def pq_is_fast(arch: int, M: int, DIM: int) -> bool:
 
 
 @dataclass(frozen=True)
+class DenseFastBlocks:
+    rows: int  # a tile is this many times 16 tokens
+    words: int  # 4-byte words of a row in a chunk
+    q_registers: int  # Q fragments stay in registers up to this many
+    group: int  # consecutive passages to one program, when there are many
+    maxnreg: int | None
+    programs_per_sm: int
+
+
+@tunable(
+    "dense_fast",
+    rows=(1, 2),
+    group=(1, 16, 64),
+    maxnreg=(None, 128, 144, 168, 200),
+    programs_per_sm=(8, 10, 12, 14, 16),
+)
+def dense_fast_blocks(arch: int, kind: str, words: int) -> DenseFastBlocks:
+    """``dense_fast_kernel`` for rows of ``words`` 4-byte words; ``kind``: fp16, bf16, tf32, tf32x3 or fp16x3.
+
+    Measured on an H200 (sm_90). Rows of at most 256 bytes keep Q in registers and take 32 tokens at a time; of wider
+    ones 16 tokens and 256 bytes at a time, since longer pieces of a row suit the memory better.
+    """
+    chunk = next(w for w in range(64, 0, -16) if words % w == 0)
+    rows, maxnreg, programs = 1, 168, 12
+    if kind in ("fp16", "bf16") and words <= 64:
+        rows, maxnreg, programs = 2, None if words > 32 else 128, 8 if words > 32 else 16
+    elif kind in ("tf32x3", "fp16x3"):
+        maxnreg, programs = 184, 11
+    return DenseFastBlocks(rows, chunk, q_registers=64, group=16, maxnreg=maxnreg, programs_per_sm=programs)
+
+
+def dense_is_fast(arch: int, dtype: torch.dtype, precision: str, DIM: int, columns: int, fixed: bool) -> bool:
+    """Whether dense MaxSim runs ``dense_fast_kernel`` (inline PTX) or ``dense_kernel``.
+
+    ``columns``: query tokens in all; ``fixed``: passages of one length. As measured on an H200: ``dense_kernel`` reads
+    at the limit where whole tiles of one length fit its pipeline, and reads once for up to 128 columns.
+    """
+    from . import dense_fast_kernel
+
+    if interpreted() or arch < 80 or not dense_fast_kernel.supported(dtype, DIM):
+        return False
+    if dtype == torch.float32 and precision != "tf32":
+        return precision == "fp16x3" or (precision == "tf32x3" and (columns <= 32 or DIM > 256))
+    return columns <= 32 and not (fixed and DIM * dtype.itemsize <= 768)
+
+
+@dataclass(frozen=True)
 class DenseBlocks:
     LQP: int
     BLOCK_N: int
@@ -221,7 +270,7 @@ class DenseBlocks:
 
 
 # Shared memory of one multiprocessor left to tiles in flight, in bytes (CUDA C++ programming guide, less a reserve).
-_SHARED_BYTES = {80: 150 << 10, 90: 210 << 10, 100: 210 << 10}
+_SHARED_BYTES = {80: 150 << 10, 90: 220 << 10, 100: 220 << 10}
 _SHARED_BYTES_SMALL = 92 << 10
 
 
@@ -245,7 +294,8 @@ def dense_blocks(
     # tf32x3 keeps both parts of its operands
     row = -(-DIM // BLOCK_D) * BLOCK_D * itemsize * (2 if itemsize == 4 and precision == "tf32x3" else 1)
     budget = _SHARED_BYTES.get(arch, _SHARED_BYTES_SMALL)
-    columns = 128
+    # fp32 multiplied outside the tensor core spills beyond 32 columns, and is bound by its arithmetic anyway
+    columns = 32 if itemsize == 4 and precision == "ieee" else 128
     while columns > 16 and columns * row > budget // 2:
         columns //= 2
     LQP = min(columns, max(16, 1 << (LQ - 1).bit_length()))
@@ -266,6 +316,9 @@ def dense_blocks(
         return stages * BLOCK_N * row + query
 
     tiles = [(n, stages) for n in (128, 64, 32, 16) if n <= largest for stages in (3, 2)]
+    if fixed_length is not None and 256 < row <= 768:
+        # measured on an H200 (sm_90) for DIM 256 and 384 in fp16 and 128 in fp32: one program with four tiles in flight
+        tiles.insert(0, (64, 4))
     tile = next((tile for tile in [*tiles, (16, 1)] if shared_bytes(*tile) <= budget), None)
     if tile is None:
         raise ValueError(

@@ -86,31 +86,40 @@ def pid_at(pids_ptr, i, n, HAS_PIDS: tl.constexpr):
 
 
 @triton.jit
-def token_range(offsets_ptr, pid):
+def token_range(offsets_ptr, pid, ND, LAYOUT: tl.constexpr):
     """First token (uint32 bits, as int32) and length of a passage.
+
+    "packed" passages lie between ``offsets``; "padded" ones have ND tokens, of which ``offsets`` (int [N] then) says
+    how many count, or all ("fixed").
 
     Rows of a tile read tokens ``start + min(row, left - 1)``: for an empty passage the token before it, which its score
     does not use; token 0 when it is the first.
     """
-    start = tl.load(offsets_ptr + pid)
-    length = (tl.load(offsets_ptr + pid + 1) - start).to(tl.int32)
+    if LAYOUT == "packed":
+        start = tl.load(offsets_ptr + pid)
+        length = (tl.load(offsets_ptr + pid + 1) - start).to(tl.int32)
+    else:
+        start = pid * ND
+        length = tl.cast(ND, tl.int32)
+        if LAYOUT == "padded":
+            length = tl.minimum(tl.load(offsets_ptr + pid).to(tl.int32), length)
     start = tl.where((length == 0) & (start == 0), 1, start)
     return start.to(tl.int32), length
 
 
 @triton.jit
 def advance(
-    i, start, left, i_a, start_a, left_a, i_b, pid_b, offsets_ptr, pids_ptr, n, step,
-    HAS_PIDS: tl.constexpr, GROUP: tl.constexpr,
+    i, start, left, i_a, start_a, left_a, i_b, pid_b, offsets_ptr, pids_ptr, n, step, ND,
+    HAS_PIDS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, LAYOUT: tl.constexpr,
 ):  # fmt: skip
-    """The next tile: 16 tokens on, or the start of passage a; then b becomes a and its successor's pid is loaded."""
-    if left > 16:
-        start += 16
-        left -= 16
+    """The next tile: TOKENS on, or the start of passage a; then b becomes a and its successor's pid is loaded."""
+    if left > TOKENS:
+        start += TOKENS
+        left -= TOKENS
     else:
         i, start, left = i_a, start_a, left_a
         i_a = i_b
-        start_a, left_a = token_range(offsets_ptr, pid_b)
+        start_a, left_a = token_range(offsets_ptr, pid_b, ND, LAYOUT)
         i_b = next_passage(i_b, step, GROUP)
         pid_b = pid_at(pids_ptr, i_b, n, HAS_PIDS)
     return i, start, left, i_a, start_a, left_a, i_b, pid_b

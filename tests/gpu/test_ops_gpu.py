@@ -42,8 +42,8 @@ def exact(
 
 
 @pytest.mark.parametrize("nbits", [1, 2, 4])
-@pytest.mark.parametrize("DIM", [64, 96, 128, 384, 768])
-@pytest.mark.parametrize("LQ", [1, 8, 32, 48, 300])
+@pytest.mark.parametrize("DIM", [96, 128, 384, 768])
+@pytest.mark.parametrize("LQ", [8, 32, 300])
 def test_both_residual_kernels_match_the_oracle(LQ, DIM, nbits):
     c = collection(LQ, DIM, nbits)
     cs = c.centroid_scores()

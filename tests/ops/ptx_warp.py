@@ -81,22 +81,27 @@ def lop3(a: Value, b: Value, c: Value, lut: int) -> Value:
     return result & _M32
 
 
-def _halves(regs: list[Value]) -> np.ndarray:
-    """[32, n, 2] fp16 numbers of packed registers, as fp64."""
+def _unpacked(regs: list[Value], dtype: str) -> np.ndarray:
+    """[32, n, values in a register] numbers of registers, as fp64; TF32 ignores the low 13 bits."""
     words = np.stack(regs, 1).astype(np.uint32)
+    if dtype == "tf32":
+        return (words & np.uint32(0xFFFFE000)).view(np.float32)[:, :, None].astype(np.float64)
+    if dtype == "bf16":
+        return np.stack([words << np.uint32(16), words & np.uint32(0xFFFF0000)], 2).view(np.float32).astype(np.float64)
     return words.view(np.float16).reshape(32, len(regs), 2).astype(np.float64)
 
 
-def mma(a: list[Value], b: list[Value], c: list[Value]) -> list[Value]:
-    """m16n8k16 of fp16; the sum is exact, then rounded once."""
-    av, bv = _halves(a), _halves(b)
+def mma(a: list[Value], b: list[Value], c: list[Value], dtype: str = "f16") -> list[Value]:
+    """m16n8k16 of fp16 or bf16, m16n8k8 of TF32; the sum is exact, then rounded once."""
+    av, bv = _unpacked(a, dtype), _unpacked(b, dtype)
     g, t = _LANES // 4, _LANES % 4
-    A, B, C = np.zeros((16, 16)), np.zeros((16, 8)), np.zeros((16, 8))
-    for i in range(2):
+    values = av.shape[2]
+    A, B, C = np.zeros((16, 8 * values)), np.zeros((8 * values, 8)), np.zeros((16, 8))
+    for i in range(values):
         for r in range(4):
-            A[g + 8 * (r % 2), 2 * t + 8 * (r // 2) + i] = av[:, r, i]
+            A[g + 8 * (r % 2), values * (t + 4 * (r // 2)) + i] = av[:, r, i]
         for r in range(2):
-            B[2 * t + 8 * r + i, g] = bv[:, r, i]
+            B[values * (t + 4 * r) + i, g] = bv[:, r, i]
     for r in range(4):
         C[g + 8 * (r // 2), 2 * t + r % 2] = _f32(c[r])
     D = A @ B + C
@@ -226,10 +231,11 @@ class Kernel:
                                 piece[:] = np.frombuffer(int(read(name)[lane]).to_bytes(8, "little")[:size], np.uint8)
                 continue
             if kind[0] == "mma":
-                assert op == "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
-                for name, value in zip(
-                    many(args[0]), mma(*[[read(n) for n in many(x)] for x in args[1:]]), strict=True
-                ):
+                dtype = kind[7]
+                shape = "m16n8k8" if dtype == "tf32" else "m16n8k16"
+                assert op == f"mma.sync.aligned.{shape}.row.col.f32.{dtype}.{dtype}.f32"
+                results = mma(*[[read(n) for n in many(x)] for x in args[1:]], dtype=dtype)
+                for name, value in zip(many(args[0]), results, strict=True):
                     write(name, value, live)
                 continue
             if kind[0] == "setp":
@@ -271,6 +277,13 @@ class Kernel:
             assert kind[2] == "bfly"
             return x[0][_LANES ^ int(x[1][0])]
         if name == "cvt":
+            if kind[1:3] == ["rna", "tf32"]:
+                return (x[0] + np.uint64(0x1000)) & np.uint64(0xFFFFE000)
+            if kind[1:] == ["rn", "f16x2", "f32"]:  # the first operand goes to the upper half
+                high, low = (_f32(y).astype(np.float16).view(np.uint16).astype(np.uint64) for y in x)
+                return high << np.uint64(16) | low
+            if kind[1:] == ["f32", "f16"]:
+                return _bits(x[0].astype(np.uint16).view(np.float16))
             to, source = kind[-2], kind[-1]
             if to == "f32":
                 value = (
@@ -279,6 +292,10 @@ class Kernel:
                 return _bits(value.astype(np.float64))
             bits = np.uint64((1 << int(source[1:])) - 1)
             return _unsigned(_signed(x[0], int(source[1:])), 64) if source[0] == "s" else x[0] & bits
+        if last == "f16x2":
+            assert name == "mul"
+            product = (_unpacked([x[0]], "f16") * _unpacked([x[1]], "f16")).astype(np.float16)
+            return product.view(np.uint32).reshape(32).astype(np.uint64)
         if last == "f32":
             v = [_f32(y).astype(np.float64) for y in x]
             results = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -123,13 +124,15 @@ def poisoned(n: int, device: str) -> Tensor:
 
 
 def residual_tolerance(c: Collection, cs: api.CentroidScores) -> float:
-    """Four standard deviations of what the roundings add up to over a query, see api.residual_maxsim.
+    """What the roundings add up to over a query, see api.residual_maxsim, that no passage of the collection exceeds: two
+    standard deviations above the expected largest of as many.
 
     Per query token: the table rounds uniformly within a step (step / sqrt(12)); q_d and w_d each round by a relative
     U16 / sqrt(3), over a unit query: sqrt(2 / 3) * U16 * |w|_max. Times the largest inverse norm; 1e-5 for fp32.
     """
     per_token = float(cs.scale) / 12**0.5 + (2 / 3) ** 0.5 * U16 * float(c.bucket_weights.abs().max())
-    return 4 * len(c.Q) ** 0.5 * per_token * float(c.inv_norms.max()) + 1e-5
+    deviations = 2 + (2 * math.log(len(c.offsets))) ** 0.5
+    return deviations * len(c.Q) ** 0.5 * per_token * float(c.inv_norms.max()) + 1e-5
 
 
 def assert_scores(got: Tensor, want: Tensor, tolerance: float) -> None:

@@ -3,7 +3,8 @@
     python scripts/pack_quality.py --data ~/beir --out .carry/quality scifact msmarco-mini:dl19 pydocs:10000
 
 A set is NAME[:SPLIT] of a folder of collections, NAME=FOLDER of a BEIR folder, or pydocs:N. For each the stock index
-is built here first (or found in the cache) and its centroids go along, so that the machine that runs needs no faiss.
+is built here first (or found in the cache) and its centroids go along, so that the machine that runs need not train
+them (it needs no faiss then, but for PQ codes).
 Vectors and residuals stay behind: they are ten times the texts and are made again in seconds by a GPU.
 """
 
@@ -34,8 +35,8 @@ def read_set(spec: str, data: str | None, cache: str | None) -> Dataset:
     return load_dataset(base, split=rest or "auto", data=data)
 
 
-def pack_set(dataset: Dataset, centroids: Path, folder: Path) -> None:
-    """A BEIR folder with .gz files of one split's queries, and centroids.pt beside them."""
+def pack_set(dataset: Dataset, centroids: Path | None, folder: Path) -> None:
+    """A BEIR folder with .gz files of one split's queries, and centroids.pt beside them if given."""
     split = dataset.split or "test"
     write_beir(
         folder,
@@ -48,7 +49,8 @@ def pack_set(dataset: Dataset, centroids: Path, folder: Path) -> None:
         with open(path, "rb") as plain, gzip.open(f"{path}.gz", "wb", compresslevel=9) as packed:
             shutil.copyfileobj(plain, packed)
         path.unlink()
-    shutil.copyfile(centroids, folder / "centroids.pt")
+    if centroids is not None:
+        shutil.copyfile(centroids, folder / "centroids.pt")
 
 
 def main() -> int:
@@ -57,6 +59,8 @@ def main() -> int:
     parser.add_argument("--data", help="folder of collections that SET may name barely")
     parser.add_argument("--checkpoint", default="splade-tiny", choices=sorted(RECIPES))
     parser.add_argument("--cache", help="where indexes are kept (default: ~/.cache/plaid-tilemaxsim)")
+    parser.add_argument("--centroids-from", type=float, default=0.0, metavar="MIB", help="leave smaller ones out: they "
+                        "are trained again soon where faiss is")  # fmt: skip
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     checkpoint = make_checkpoint(args.checkpoint, cache=args.cache)
@@ -65,8 +69,9 @@ def main() -> int:
         identities = {}
         for spec in args.sets:
             dataset = read_set(spec, args.data, args.cache)
-            index = build_index(checkpoint, dataset, nbits=2, cache=args.cache)
-            pack_set(dataset, index / "centroids.pt", temporary / "sets" / dataset.name)
+            centroids = build_index(checkpoint, dataset, nbits=2, cache=args.cache) / "centroids.pt"
+            large = centroids.stat().st_size >= args.centroids_from * 2**20
+            pack_set(dataset, centroids if large else None, temporary / "sets" / dataset.name)
             identities[dataset.name] = dataset.identity()
         write_json(temporary / "manifest.json", identities)
     size = sum(file.stat().st_size for file in args.out.rglob("*") if file.is_file())

@@ -9,7 +9,8 @@ search, the plugin in each mode, and the oracle over the whole collection. Nothi
 
 `figures` of the result:
     sets                    collections that were finished
-    max_err_vs_oracle       largest |score - float64| of the plugin, over all modes that score residuals
+    max_err_vs_oracle       largest |score - float64| of the plugin, over all modes that score the index's own residuals
+    mean_err_dense, _pq     means of the same for the codecs that score fp16 vectors, or PQ codes of the widest index
     mean_err_ours, mean_err_stock_gpu, mean_err_stock_cpu      means of the same over sets, bits, k (plugin: mode plaid)
     metrics_equal_sets      collections on which mode plaid has stock's metrics to four decimals at every width and k,
                             stock being its GPU search, or its CPU search where no GPU is; _gpu and _cpu: each alone
@@ -25,6 +26,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,13 +45,18 @@ from eval.oracle import Oracle
 from eval.pipeline import METRIC_TOLERANCE
 from eval.retrieve import Scored, retrieve
 from eval.systems import OURS_CPU, OURS_GPU, STOCK_CPU, STOCK_GPU, Knobs, Plaid, Session, TileMaxSim, parse_system
+from plaid_tilemaxsim.index.files import read_index
+from plaid_tilemaxsim.index.pq import find_pq, write_pq
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 SCORE_BUDGET = 2e-3
-SYSTEMS = ("tilemaxsim", "tilemaxsim:mode=rerank", "tilemaxsim:mode=exhaustive")
+SYSTEMS = (
+    "tilemaxsim", "tilemaxsim:mode=rerank", "tilemaxsim:mode=exhaustive", "tilemaxsim:codec=dense",
+    "tilemaxsim:codec=pq,pq_m=32",
+)  # fmt: skip
 STOCK_OF_GPU, STOCK_OF_CPU = "stock-gpu", "stock-cpu"
 # Both extensions of stock's GPU search, compiled side by side: stock compiles one after the other.
 GPU_EXTENSIONS = ("decompress_residuals", "packbits")
@@ -94,7 +101,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stock-cpu", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     for name in args.systems:
-        if parse_system(name)[0] != "tilemaxsim":
+        kind, options = parse_system(name)
+        if options.get("codec") == "pq" and "pq_m" not in options:
+            parser.error(f"--systems: expected pq_m=M with codec=pq, got {name}")
+        if kind != "tilemaxsim":
             parser.error(f"--systems: stock runs in any case; expected tilemaxsim[:option=value,...], got {name}")
     return args
 
@@ -217,7 +227,7 @@ def run_set(args: argparse.Namespace) -> dict[str, Any]:
     child = start_self(args, ["--one", "", "--stock-cpu", args.one], log, threads, hide_gpu=True) if cpu_too else None
     found = {}  # of everything but stock on the CPU, which runs meanwhile
     for nbits, index in indexes.items():
-        found[nbits] = run_index(args, index, Q, gpu)
+        found[nbits] = run_index(args, systems_of(args, nbits), index, Q, gpu)
         print(f"{nbits} bit searched after {time.perf_counter() - started:.0f} s", flush=True)
     if child is not None and child.wait() != 0:
         raise RuntimeError(f"stock on the CPU ended with {child.returncode}: {log.read_text(errors='replace')[-1500:]}")
@@ -239,11 +249,21 @@ def run_set(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def run_index(args: argparse.Namespace, index: Path, Q: Tensor, gpu: bool) -> dict[tuple[str, int], Scored]:
+def systems_of(args: argparse.Namespace, nbits: int) -> list[str]:
+    """PQ codes are made from an index's vectors: from the closest ones alone."""
+    return [name for name in args.systems if codec_of(name) != "pq" or nbits == max(args.nbits)]
+
+
+def run_index(
+    args: argparse.Namespace, names: Sequence[str], index: Path, Q: Tensor, gpu: bool
+) -> dict[tuple[str, int], Scored]:
     """What each system of this process scored, by (system, k)."""
+    for name in names:
+        if codec_of(name) == "pq" and (m := parse_system(name)[1]["pq_m"]) not in find_pq(index):
+            write_pq(read_index(index, verify="structure"), m, progress=False)
     session = Session(index, plugin=True)
     systems: list[tuple[str, Plaid]] = [(STOCK_OF_GPU, Plaid(session))] if gpu else []
-    systems += [(name, TileMaxSim(session, parse_system(name)[1])) for name in args.systems]
+    systems += [(name, TileMaxSim(session, parse_system(name)[1])) for name in names]
     found = {}
     for name, system in systems:
         for k in args.k:
@@ -266,8 +286,6 @@ def judge_index(
     """Metrics, errors and agreement over one index."""
     import torch
 
-    from plaid_tilemaxsim.index.files import read_index
-
     index = read_index(index_path, verify="structure")
     oracle = Oracle(index, dtype=torch.float64, device="cuda" if gpu else "cpu", keep_bytes=8 << 30)
     judged = Q[: args.judged]
@@ -282,14 +300,14 @@ def judge_index(
         errors = {
             name: score_errors(result, oracle, judged, clamp=name == STOCK_OF_CPU)
             for name, result in by_name.items()
-            if name != "oracle" and codec_of(name) == "residual"
+            if name != "oracle"
         }
-        plain = [n for n in args.systems if parse_system(n)[1].get("mode", "plaid") == "plaid"]
+        plain = [n for n in by_name if n.startswith("tilemaxsim") and parse_system(n)[1].get("mode") in (None, "plaid")]
         agreement = {}
         for stock in stocks:
             base = side_of(stock, by_name[stock], gpu)
             for name in plain:
-                if codec_of(name) == "residual":
+                if codec_of(name) != "pq":
                     other = side_of(name, by_name[name], gpu)
                     agreement[f"{name} against {stock}"] = without_lists(
                         compare(base, other, oracle, judged, knobs, dataset.query_ids, query_maxlen=32)
@@ -311,7 +329,7 @@ def judge_index(
                 "recall_of_exact": {
                     name: recall(exact, result, len(judged), k) for name, result in by_name.items() if name != "oracle"
                 },
-                "shuffled_refused": refuses_shuffled(by_name[args.systems[0]], oracle, judged),
+                "shuffled_refused": refuses_shuffled(by_name[plain[0]], oracle, judged),
             }
         )
     return {
@@ -408,6 +426,7 @@ def merge(parts: dict[str, dict[str, Any]], failed: dict[str, str], gpu: bool) -
     problems = [f"{name}: {reason}" for name, reason in failed.items()]
     ours: list[float] = []
     largest = 0.0
+    by_codec: dict[str, list[float]] = {}
     stock_errors: dict[str, list[float]] = {STOCK_OF_GPU: [], STOCK_OF_CPU: []}
     equal: dict[str, list[str]] = {STOCK_OF_GPU: [], STOCK_OF_CPU: []}
     differences: dict[str, float] = {STOCK_OF_GPU: 0.0, STOCK_OF_CPU: 0.0}
@@ -426,6 +445,9 @@ def merge(parts: dict[str, dict[str, Any]], failed: dict[str, str], gpu: bool) -
                 for system, error in search["errors"].items():
                     if system in stock_errors:
                         stock_errors[system].append(error["mean"])
+                        continue
+                    if (codec := codec_of(system)) != "residual":
+                        by_codec.setdefault(codec, []).append(error["mean"])
                         continue
                     largest = max(largest, error["max"])
                     if error["max"] > SCORE_BUDGET:
@@ -447,6 +469,7 @@ def merge(parts: dict[str, dict[str, Any]], failed: dict[str, str], gpu: bool) -
     figures: dict[str, float] = {"sets": len(parts), "max_err_vs_oracle": largest}
     if ours:
         figures["mean_err_ours"] = float(np.mean(ours))
+    figures |= {f"mean_err_{codec}": float(np.mean(means_of)) for codec, means_of in by_codec.items()}
     for stock, errors in stock_errors.items():
         if errors:
             key = stock.replace("-", "_")

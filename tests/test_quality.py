@@ -59,6 +59,7 @@ def test_one_command_gives_every_system_and_the_figures(result):
     assert figures["sets"] == figures["metrics_equal_sets"] == 1
     assert figures["max_err_vs_oracle"] <= 1e-4
     assert figures["mean_err_ours"] <= 1e-5
+    assert figures["mean_err_dense"] <= 1e-4 < figures["mean_err_pq"] < 3
     assert figures["ndcg10_tests"] == 2
     (row,) = result["table"]
     assert set(row["nDCG@10"]) == {*run_quality.SYSTEMS, "stock-cpu", "oracle"}

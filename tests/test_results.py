@@ -47,3 +47,16 @@ def test_a_run_that_failed_its_checks_is_not_shown(tmp_path, monkeypatch):
     monkeypatch.setattr(update_readme, "ROOT", tmp_path)
     with pytest.raises(ValueError, match="correct = False"):
         update_readme.search_table()
+
+
+QUALITY = ROOT / "eval" / "results" / "h200_quality.json"
+
+
+@pytest.mark.skipif(not QUALITY.exists(), reason="eval/results has no h200_quality.json")
+def test_quality_keeps_its_promises():
+    f = update_readme.load("h200_quality")["figures"]
+    assert f["sets"] >= 5
+    assert f["metrics_equal_sets"] >= 5
+    assert f["max_err_vs_oracle"] <= 2e-3
+    assert f["mean_err_ours"] < f["mean_err_stock_gpu"]
+    assert f["ndcg10_losses_holm"] == 0

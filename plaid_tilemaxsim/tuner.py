@@ -93,7 +93,12 @@ class Data:
 
 
 def dense(
-    data: Data, LQ: int, DIM: int, dtype: torch.dtype = torch.float16, fixed: int | None = None, precision: str = "ieee"
+    data: Data,
+    LQ: int,
+    DIM: int,
+    dtype: torch.dtype = torch.float16,
+    fixed: int | None = None,
+    precision: str = "tf32x3",
 ) -> Case:
     Q = data.unit(1, LQ, DIM).to(dtype)
     offsets = data.offsets(DIM * dtype.itemsize)
@@ -103,18 +108,23 @@ def dense(
     n = len(offsets) - 1
     out = torch.empty(1, n, device=data.device)
     sample = data.spread(n)
-    # as in the tests: additions in fp32, products by TF32's 10 bits or by three of them
-    per_token = {"ieee": DIM * 2.0**-24, "tf32x3": DIM * 2.0**-24 + 4e-6, "tf32": 5e-4}[precision]
+    # additions in fp32; products by TF32's 10 bits, or by three products of twice as many
+    per_token = 5e-4 if precision == "tf32" else DIM * 2.0**-24 + 4e-6 * (precision != "ieee")
 
     def run() -> Tensor:
         out.fill_(math.nan)
         packed, given = (D, offsets) if fixed is None else (D.view(n, fixed, DIM), None)
         return api.dense_maxsim(Q, packed, offsets=given, out=out, precision=precision, impl="triton")[0]
 
+    want = reference.maxsim(Q[0], D, offsets, sample)
+    if tuning.dense_is_fast(tuning.arch(data.device), dtype, precision, DIM, LQ, fixed is not None):
+        kind = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, precision)
+        shape: dict[str, Any] = {"kind": kind, "words": DIM * dtype.itemsize // 4}
+        return Case("dense_fast", shape, run, sample, want, LQ * per_token)
     shape = {
         "itemsize": dtype.itemsize, "DIM": DIM, "LQ": LQ, "NQ": 1, "fixed_length": fixed, "precision": precision,
     }  # fmt: skip
-    return Case("dense", shape, run, sample, reference.maxsim(Q[0], D, offsets, sample), LQ * per_token)
+    return Case("dense", shape, run, sample, want, LQ * per_token)
 
 
 def centroid_scores(data: Data, LQ: int, DIM: int) -> Case:
@@ -207,12 +217,22 @@ def cases(data: Data, quick: bool) -> Iterator[tuple[str, Callable[[], Case]]]:
         fast = tuning.residual_is_fast(arch, nbits, DIM)
         return "residual" if fast else "residual_portable", partial(residual, data, LQ, DIM, nbits)
 
+    def dense_case(
+        LQ: int,
+        DIM: int,
+        dtype: torch.dtype = torch.float16,
+        fixed: int | None = None,
+        precision: str = "tf32x3",
+    ) -> tuple[str, Callable[[], Case]]:
+        fast = tuning.dense_is_fast(arch, dtype, precision, DIM, LQ, fixed is not None)
+        return "dense_fast" if fast else "dense", partial(dense, data, LQ, DIM, dtype, fixed, precision)
+
     yield "centroid_scores", partial(centroid_scores, data, 32, 128)
     yield "centroid", partial(centroid, data, 32)
     for nbits in (2, 1, 4):
         yield residuals(32, 128, nbits)
-    yield "dense", partial(dense, data, 32, 128)
-    yield "dense", partial(dense, data, 32, 128, fixed=128)
+    yield dense_case(32, 128)
+    yield dense_case(32, 128, fixed=128)
     if tuning.pq_is_fast(arch, 16, 128):
         yield "pq", partial(pq, data, 1, 32, 128, 16)
         yield "pq", partial(pq, data, 8, 32, 128, 16)
@@ -224,13 +244,14 @@ def cases(data: Data, quick: bool) -> Iterator[tuple[str, Callable[[], Case]]]:
     for LQ in (16, 64, 128):
         yield "centroid_scores", partial(centroid_scores, data, LQ, 128)
         yield "centroid", partial(centroid, data, LQ)
-        yield "dense", partial(dense, data, LQ, 128)
+    for LQ in (64, 128):
+        yield dense_case(LQ, 128)
     yield residuals(32, 128, 8)
     for DIM in (64, 256, 384, 768):
-        yield "dense", partial(dense, data, 32, DIM)
-        yield "dense", partial(dense, data, 32, DIM, fixed=128)
-    for precision in ("ieee", "tf32"):
-        yield "dense", partial(dense, data, 32, 128, torch.float32, None, precision)
+        yield dense_case(32, DIM)
+        yield dense_case(32, DIM, fixed=128)
+    for precision in ("tf32x3", "ieee", "tf32"):
+        yield dense_case(32, 128, torch.float32, None, precision)
 
 
 def milliseconds(run: Callable[[], Any], repeats: int = 9) -> float:

@@ -28,6 +28,8 @@ from plaid_tilemaxsim.ops import (
     api,
     candidates_kernel,
     decompress_kernel,
+    dense_fast_kernel,
+    dense_kernel,
     norms_kernel,
     pids_kernel,
     pq_fast_kernel,
@@ -143,17 +145,31 @@ def dense(dtype: torch.dtype, precisions: tuple[str, ...]) -> None:
             full = D[:288].view(9, 32, DIM)
             want = torch.stack([reference.maxsim(q, D, offsets) for q in Q])
             want_full = torch.stack([reference.maxsim(q, D, torch.arange(10) * 32) for q in Q])
-            per_token = {"ieee": DIM * 2.0**-24, "tf32x3": DIM * 2.0**-24 + 4e-6, "tf32": 1e-3}[precision]
+            per_token = 1e-3 if precision == "tf32" else DIM * 2.0**-24 + 4e-6
             if tuning.interpreted() or dtype != torch.float32:
                 per_token = DIM * 2.0**-24
             # unit vectors were assumed; these have norms up to 1.6
             tolerance = 3 * LQ * per_token
 
-            def run(D: Tensor, wanted: Tensor, size: int, **kwargs: Any) -> None:
-                out = torch.full((NQ, size), math.nan, device=DEVICE)  # noqa: B023
-                api.dense_maxsim(Q.to(DEVICE), D, out=out, precision=precision, impl="triton", **kwargs)  # noqa: B023
-                for got, w in zip(out, wanted):
-                    check(got, w, tolerance)  # noqa: B023
+            kernels: list[Any] = [] if precision == "fp16x3" else [dense_kernel]
+            fast = not tuning.interpreted() and dense_fast_kernel.supported(dtype, DIM)
+            if fast and (dtype != torch.float32 or precision != "ieee"):
+                kernels.append(dense_fast_kernel)
+
+            def run(
+                D: Tensor,
+                wanted: Tensor,
+                size: int,
+                lengths: Tensor | None = None,
+                offsets: Tensor | None = None,
+                pids: Tensor | None = None,
+                count: Tensor | None = None,
+            ) -> None:
+                for kernel in kernels:  # noqa: B023
+                    out = torch.full((NQ, size), math.nan, device=DEVICE)  # noqa: B023
+                    kernel.dense_maxsim(Q.to(DEVICE), D, lengths, offsets, pids, out, count, precision)  # noqa: B023
+                    for got, w in zip(out, wanted):
+                        check(got, w, tolerance)  # noqa: B023
 
             there = D.to(DEVICE)
             for pids, count, scored in lists(N):
@@ -266,9 +282,9 @@ PARTS: dict[str, Callable[[], None]] = {
     "residual4": lambda: residual(4),
     "residual8": lambda: residual(8),
     "centroids": centroids,
-    "dense_fp16": lambda: dense(torch.float16, ("ieee",)),
-    "dense_bf16": lambda: dense(torch.bfloat16, ("ieee",)),
-    "dense_fp32": lambda: dense(torch.float32, ("ieee", "tf32", "tf32x3")),
+    "dense_fp16": lambda: dense(torch.float16, ("tf32x3",)),
+    "dense_bf16": lambda: dense(torch.bfloat16, ("tf32x3",)),
+    "dense_fp32": lambda: dense(torch.float32, ("ieee", "tf32", "tf32x3", "fp16x3")),
     "pq": pq,
     "decompression": decompression,
     "candidates": candidate_lists,

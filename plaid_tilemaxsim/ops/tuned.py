@@ -74,10 +74,13 @@ def tunable(kernel: str, **fields: tuple[Any, ...]) -> Callable[[Callable[P, T]]
 
 def shape_class(shape: Mapping[str, Any]) -> dict[str, Any]:
     """The shape that stands for all shapes that share a choice."""
-    return {
+    stands = {
         name: max(_ROUNDED[name], 1 << (value - 1).bit_length()) if name in _ROUNDED and value is not None else value
         for name, value in shape.items()
     }
+    if shape.get("itemsize") == 2:  # fp16 and bf16 have one precision
+        stands["precision"] = "ieee"
+    return stands
 
 
 def _key(kernel: str, arch: int, shape: Mapping[str, Any]) -> Key:

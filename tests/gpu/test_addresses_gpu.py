@@ -16,6 +16,8 @@ from plaid_tilemaxsim.ops import (
     api,
     candidates_kernel,
     decompress_kernel,
+    dense_fast_kernel,
+    dense_kernel,
     norms_kernel,
     pids_kernel,
     pq_fast_kernel,
@@ -176,15 +178,17 @@ def packed(dtype: torch.dtype, NQ: int, LQ: int) -> tuple[Tensor, Tensor, Tensor
         pytest.param(torch.float32, marks=pytest.mark.gigabytes(11)),
     ],
 )
+@pytest.mark.parametrize("kernel", [dense_kernel, dense_fast_kernel])
 @pytest.mark.parametrize(("NQ", "LQ"), [(1, 32), (3, 32), (1, 200)])
-def test_dense(NQ, LQ, dtype):
+def test_dense(NQ, LQ, kernel, dtype):
     """Packed embeddings whose element numbers pass 2**31, all passages and a list; the same bytes padded."""
     Q, D, offsets, want, tolerance = packed(dtype, NQ, LQ)
     first = BYTES // 2 // 128 + 77
     first += -(first + len(D)) % 64  # so that the bytes are also whole passages of 64 tokens
     D = behind(D, first)
     for pids in both_lists():
-        got = api.dense_maxsim(Q, D, offsets=offsets + first, pids=pids, impl="triton")
+        got = torch.full((NQ, N if pids is None else len(pids)), torch.nan, device=DEVICE)
+        kernel.dense_maxsim(Q, D, None, offsets + first, pids, got, None, "tf32x3")
         for score, w in zip(got, want, strict=True):
             assert_scores(score, w if pids is None else w[pids.long()], tolerance)
     padded = D.view(-1, 64, 128)
@@ -193,7 +197,8 @@ def test_dense(NQ, LQ, dtype):
     lengths[-5:] = torch.tensor([63, 1, 0, 17, 64])
     ends = (last * 64 + lengths[last]).tolist()
     for given in (None, lengths):
-        got = api.dense_maxsim(Q, padded, lengths=given, impl="triton")
+        got = torch.full((NQ, len(padded)), torch.nan, device=DEVICE)
+        kernel.dense_maxsim(Q, padded, given, None, None, got, None, "tf32x3")
         for score, q in zip(got, Q, strict=True):
             assert not score[: len(padded) // 2].any()
             tokens = [D[int(p) * 64 : (int(p) + 1) * 64 if given is None else e] for p, e in zip(last, ends)]
@@ -301,12 +306,15 @@ def test_long_lists_of_centroid_maxsim():
 
 
 @pytest.mark.gigabytes(15)
-def test_long_lists_of_dense_maxsim():
+@pytest.mark.parametrize("kernel", [dense_kernel, dense_fast_kernel])
+def test_long_lists_of_dense_maxsim(kernel):
     """Five queries: element numbers of the scores pass 2**31."""
     Q, D, offsets, want, tolerance = packed(torch.float16, 5, 16)
     pids = long_list()
     at = ends(pids)
-    got = api.dense_maxsim(Q, D, offsets=offsets, pids=pids, impl="triton")
+    got = torch.empty(5, len(pids), device=DEVICE)
+    got[:, at] = torch.nan
+    kernel.dense_maxsim(Q, D, None, offsets, pids, got, None, "tf32x3")
     for score, w in zip(got, want, strict=True):
         assert_scores(score[at], w[pids[at].long()], tolerance)
 

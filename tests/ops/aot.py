@@ -1,6 +1,6 @@
 """Compile what the launchers launch, for a chip that is not here.
 
-    python -m tests.ops.aot ARCH [quick|all]      one JSON object a compiled kernel
+    python -m tests.ops.aot ARCH (quick | dense | compressed | rest)      one JSON object a compiled kernel
 
 Not a test itself: it runs in a process without TRITON_INTERPRET. Inside :func:`compiling_for` a kernel launch compiles
 the very specialisation that the launch would need on that chip and lists its resources instead of running, so launchers
@@ -28,10 +28,20 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from plaid_tilemaxsim.ops import (
+    candidates_kernel,
     centroid_kernel,
     centroid_scores_kernel,
+    decompress_kernel,
+    dense_fast_kernel,
     dense_kernel,
+    norms_kernel,
+    pids_kernel,
+    pq_fast_kernel,
+    pq_kernel,
+    rank_kernel,
+    residual_fast_kernel,
     residual_kernel,
+    select_kernel,
     tuning,
 )
 from plaid_tilemaxsim.ops.api import CentroidScores, padded_query_length
@@ -39,6 +49,7 @@ from plaid_tilemaxsim.ops.api import CentroidScores, padded_query_length
 
 @dataclass
 class Compiled:
+    module: str
     kernel: str
     constants: dict[str, Any]
     registers: int
@@ -96,6 +107,7 @@ def compiling_for(arch: int) -> Iterator[list[Compiled]]:
             meta = kernel.metadata
             compiled.append(
                 Compiled(
+                    module=self.fn.__module__.rsplit(".")[-1],
                     kernel=self.__name__,
                     constants=constants,
                     registers=use["REG"],
@@ -141,15 +153,18 @@ def launch_centroid(LQ: int, pids: torch.dtype | None, count: bool, use_keep: bo
     centroid_kernel.centroid_maxsim(_scores(LQ), codes, offsets, listed, use_keep, out, n)
 
 
-def launch_residual(LQ: int, DIM: int, nbits: int, pids: torch.dtype | None, count: bool, stored: torch.dtype) -> None:
+def launch_residual(
+    kernel: Any, LQ: int, DIM: int, nbits: int, pids: torch.dtype | None, count: bool, stored: torch.dtype
+) -> None:
     listed, out, n = _lists(pids, count)
-    residual_kernel.residual_maxsim(
+    kernel.residual_maxsim(
         torch.zeros(LQ, DIM), _scores(LQ), torch.zeros(1000).int(), torch.zeros(1000, DIM * nbits // 8).byte(),
         torch.zeros(1000).to(stored), 0.9, 1e-5, torch.zeros(2**nbits), nbits, torch.zeros(101).long(), listed, out, n,
     )  # fmt: skip
 
 
-def launch_dense(NQ: int, LQ: int, DIM: int, dtype: torch.dtype, layout: str, precision: str = "ieee") -> None:
+def launch_dense(NQ: int, LQ: int, DIM: int, dtype: torch.dtype, layout: str, precision: str = "tf32x3") -> None:
+    """The kernel that api.dense_maxsim chooses."""
     Q = torch.zeros(NQ, LQ, DIM, dtype=dtype)
     packed, padded = torch.zeros(1000, DIM, dtype=dtype), torch.zeros(64, 128, DIM, dtype=dtype)
     out, offsets, lengths = torch.zeros(NQ, 64), torch.zeros(65).long(), torch.zeros(64).int()
@@ -160,7 +175,44 @@ def launch_dense(NQ: int, LQ: int, DIM: int, dtype: torch.dtype, layout: str, pr
         "packed": (packed, (None, offsets, None, out, None)),
         "pids": (packed, (None, offsets, pids, out, count)),
     }[layout]
-    dense_kernel.dense_maxsim(Q, D, *arguments, precision)
+    fast = tuning.dense_is_fast(tuning.arch(D.device), dtype, precision, DIM, NQ * LQ, layout == "full")
+    (dense_fast_kernel if fast else dense_kernel).dense_maxsim(Q, D, *arguments, precision)
+
+
+def launch_pq(kernel: Any, NQ: int, LQ: int, DIM: int, M: int, pids: torch.dtype | None, count: bool) -> None:
+    listed, out, n = _lists(pids, count)
+    codebook = torch.zeros(M, 256, DIM // M).half()
+    out = out.expand(NQ, -1).contiguous()
+    kernel.pq_maxsim(
+        torch.zeros(NQ, LQ, DIM), torch.zeros(1000, M).byte(), codebook, torch.zeros(101).long(), listed, out, n
+    )
+
+
+def launch_lists(ncells: int, nkeys: int) -> None:
+    """Candidates, selection, ranking, checked pids."""
+    cells, one = torch.zeros(32, ncells).int(), torch.zeros(1).int()
+    candidates_kernel.select_cells(torch.zeros(nkeys, 32).long(), cells)
+    words, pids = torch.zeros(4000).int(), torch.zeros(128_000).int()
+    candidates_kernel.mark_lists(cells, pids, torch.zeros(9).long(), words)
+    scores, packed = torch.zeros(4096), torch.zeros(201).int()
+    work = select_kernel.select_workspace(torch.device("cpu"))
+    for listed in (pids, None):
+        candidates_kernel.gather_marked(words, torch.zeros(32).int(), pids, one, None if listed is None else words)
+        select_kernel.select_top(scores, listed, one, 100, pids, scores, one, work)
+        for count in (one, None):
+            rank_kernel.rank(scores, None if listed is None else listed[:4096], count, 100, packed)
+    pids_kernel.clamp_pids(pids, one, 9, pids, one)
+
+
+def launch_decompression(DIM: int, nbits: int, dtype: torch.dtype = torch.float16) -> None:
+    codes, residuals = torch.zeros(1000).int(), torch.zeros(1000, DIM * nbits // 8).byte()
+    parts = codes, residuals, torch.zeros(99, DIM).half(), torch.zeros(2**nbits)
+    norms_kernel.inverse_norms(*parts, nbits)
+    decompress_kernel.decompress(*parts, nbits, torch.zeros(1000, DIM, dtype=dtype))
+    offsets, pids, one = torch.zeros(101).long(), torch.zeros(64).int(), torch.zeros(1).int()
+    out = torch.zeros(64, 9, DIM, dtype=dtype)
+    for listed in (pids, None):
+        decompress_kernel.decompress_passages(*parts, nbits, offsets, listed, one, 0, out, pids, one)
 
 
 def launch_quick() -> None:
@@ -170,14 +222,48 @@ def launch_quick() -> None:
     launch_centroid(32, torch.int32, True, True)
     launch_centroid(32, torch.int32, True, False)
     for nbits in (1, 2, 4):
-        launch_residual(32, 128, nbits, torch.int32, True, torch.uint16)
+        launch_residual(residual_kernel, 32, 128, nbits, torch.int32, True, torch.uint16)
+        launch_residual(residual_fast_kernel, 32, 128, nbits, torch.int32, True, torch.uint16)
     launch_dense(1, 32, 128, torch.float16, "full")
     launch_dense(1, 32, 128, torch.float16, "pids")
+    for NQ in (1, 8):
+        launch_pq(pq_fast_kernel, NQ, 32, 128, 16, torch.int32, True)
+    launch_pq(pq_kernel, 1, 32, 128, 16, torch.int32, True)
+    launch_lists(4, 2048)
+    launch_decompression(128, 2)
 
 
-def launch_all() -> None:
-    """Every specialisation of the shapes that the tests and the benchmarks use."""
-    launch_quick()
+def launch_dense_matrix() -> None:
+    for DIM in (32, 40, 64, 96, 128, 256, 384, 768, 1024):
+        for layout in ("full", "lengths", "packed", "pids"):
+            launch_dense(1, 32, DIM, torch.float16, layout)
+        for NQ, LQ in ((1, 5), (1, 128), (1, 300), (4, 32)):
+            launch_dense(NQ, LQ, DIM, torch.bfloat16, "packed")
+        for precision in ("ieee", "tf32", "tf32x3", "fp16x3"):
+            if precision == "fp16x3" and DIM % 16:
+                continue  # refused
+            launch_dense(1, 32, DIM, torch.float32, "packed", precision)
+            launch_dense(1, 32, DIM, torch.float32, "full", precision)
+            launch_dense(4, 32, DIM, torch.float32, "pids", precision)
+
+
+def launch_compressed_matrix() -> None:
+    for nbits in (1, 2, 4, 8):
+        for DIM in (64, 96, 128, 384):
+            launch_residual(residual_kernel, 32, DIM, nbits, torch.int32, True, torch.uint16)
+        launch_residual(residual_kernel, 130, 768, nbits, None, False, torch.float32)
+    for nbits in (1, 2, 4):
+        for DIM in (64, 96, 128, 384, 768):
+            for LQ in (16, 32, 70):
+                launch_residual(residual_fast_kernel, LQ, DIM, nbits, torch.int32, True, torch.uint16)
+        launch_residual(residual_fast_kernel, 32, 128, nbits, None, False, torch.float32)
+    for M, DIM in ((4, 64), (8, 64), (16, 96), (16, 128), (32, 128), (64, 128), (8, 384), (32, 768)):
+        for NQ, LQ in ((1, 32), (8, 32), (3, 20)):
+            launch_pq(pq_fast_kernel, NQ, LQ, DIM, M, torch.int32, True)
+        launch_pq(pq_kernel, 2, 70, DIM, M, None, False)
+
+
+def launch_rest_matrix() -> None:
     for DIM in (96, 128, 384, 1024):
         for LQ in (32, 1024):
             for keep, ncells in ((False, None), (True, 1), (True, 16)):
@@ -187,23 +273,24 @@ def launch_all() -> None:
             launch_centroid(32, pids, count, use_keep)
     for LQ in (5, 64, 300):
         launch_centroid(LQ, torch.int32, True, True)
-    for nbits in (1, 2, 4, 8):
-        for DIM in (64, 96, 128, 384):
-            launch_residual(32, DIM, nbits, torch.int32, True, torch.uint16)
-        launch_residual(130, 768, nbits, None, False, torch.float32)
-    for DIM in (40, 128, 384, 1024):
-        for layout in ("full", "lengths", "packed", "pids"):
-            launch_dense(1, 32, DIM, torch.float16, layout)
-        for NQ, LQ in ((1, 5), (1, 300), (4, 32)):
-            launch_dense(NQ, LQ, DIM, torch.bfloat16, "packed")
-        for precision in ("ieee", "tf32"):
-            launch_dense(1, 32, DIM, torch.float32, "packed", precision)
-    launch_dense(1, 32, 128, torch.float32, "packed", "tf32x3")
+    for ncells, nkeys in ((1, 64), (2, 512), (16, 16384)):
+        launch_lists(ncells, nkeys)
+    for DIM, nbits in ((64, 1), (96, 4), (384, 2), (768, 8), (1024, 4)):
+        launch_decompression(DIM, nbits, torch.float32)
 
+
+WHAT = {
+    "quick": launch_quick,
+    "dense": launch_dense_matrix,
+    "compressed": launch_compressed_matrix,
+    "rest": launch_rest_matrix,
+}
 
 if __name__ == "__main__":
     with compiling_for(int(sys.argv[1])) as kernels:
-        {"quick": launch_quick, "all": launch_all}[sys.argv[2]]()
+        WHAT[sys.argv[2]]()
     for k in kernels:
         fields = {name: value for name, value in vars(k).items() if name != "asm"}
-        print(json.dumps(fields | {"constants": {n: str(v) for n, v in k.constants.items()}}))
+        # PTX texts are constants of the fast kernels
+        constants = {n: str(v) for n, v in k.constants.items() if len(str(v)) < 99}
+        print(json.dumps(fields | {"constants": constants}))

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from scripts import sanitize
+
 # Largest dynamic shared memory of one program, in bytes (CUDA C++ programming guide, compute capabilities).
-SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
-# Local loads and stores in the machine code. ptxas gives up a few registers for occupancy in shapes nobody tuned for.
-SPILLS = {80: 8, 89: 8, 90: 0}
+SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
 def compiled(arch, which):
@@ -24,26 +24,22 @@ def compiled(arch, which):
 
 
 def check(arch, kernels):
-    wrong = [k for k in kernels if k["spills"] > SPILLS[arch] or k["shared_bytes"] > SHARED_LIMIT[arch]]
-    assert not wrong, wrong
+    wrong = [k for k in kernels if k["spills"] or k["shared_bytes"] > SHARED_LIMIT[arch]]
+    assert not wrong, "\n".join(map(str, wrong))
     assert all(0 < k["registers"] <= 255 for k in kernels)
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_the_searchs_kernels(arch):
+def test_a_launch_of_every_kernel(arch):
     kernels = compiled(arch, "quick")
-    assert {k["kernel"] for k in kernels} == {
-        "_centroid_scores_kernel",
-        "_centroid_maxsim_kernel",
-        "_residual_maxsim_kernel",
-        "_dense_maxsim_kernel",
-    }
+    assert {f"{k['module']}.{k['kernel']}" for k in kernels} == sanitize.kernels()
     check(arch, kernels)
     # 24 single-warp programs of the pruning kernel have to fit the 64 K registers of a multiprocessor
     assert all(k["registers"] <= 80 for k in kernels if k["kernel"] == "_centroid_maxsim_kernel")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [80, 89, 90])
-def test_every_kernel(arch):
-    check(arch, compiled(arch, "all"))
+@pytest.mark.parametrize("what", ["dense", "compressed", "rest"])
+@pytest.mark.parametrize("arch", [80, 89, 90, 100])
+def test_every_shape(arch, what):
+    check(arch, compiled(arch, what))

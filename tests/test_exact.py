@@ -14,9 +14,10 @@ from plaid_tilemaxsim import exact
 from plaid_tilemaxsim.engine import SearchEngine
 from plaid_tilemaxsim.exact import DensePieces, DenseRounds, DenseScorer, PQScorer
 from plaid_tilemaxsim.funnel import SearchParams
-from plaid_tilemaxsim.index import placement, pq, resident
+from plaid_tilemaxsim.index import placement, resident
 from plaid_tilemaxsim.index.files import PlaidIndex, read_index
 from plaid_tilemaxsim.index.placement import plan, plan_for
+from plaid_tilemaxsim.index.pq import PQ
 from plaid_tilemaxsim.index.resident import ResidentIndex, load_resident
 from plaid_tilemaxsim.ops import reference
 from tests.synthetic import make_index
@@ -40,13 +41,22 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> PlaidIndex:
 
 
 @pytest.fixture(scope="module")
-def quantisers(index: PlaidIndex) -> dict[str, pq.PQ]:
-    pytest.importorskip("faiss")
-    return {name: pq.quantise(index, 16, opq=name == "opq", sample=600) for name in ("pq", "opq")}
+def quantisers(index: PlaidIndex) -> dict[str, PQ]:
+    """Entries are parts of 256 of the index's embeddings, which needs no training; for "opq" after a rotation."""
+    g = torch.Generator().manual_seed(1)
+    e = reference.decompress(index.codes(), index.residuals(), index.centroids, index.bucket_weights, index.nbits)
+    made = {}
+    for name in ("pq", "opq"):
+        rotation = torch.linalg.qr(torch.randn(DIM, DIM, generator=g))[0] if name == "opq" else None
+        parts = (e.float() if rotation is None else e.float() @ rotation.T).view(len(e), 16, -1).transpose(0, 1)
+        codebook = parts[:, torch.randperm(len(e), generator=g)[:256]].half().contiguous()
+        codes = torch.cdist(parts, codebook.float()).argmin(-1).T.to(torch.uint8).contiguous()
+        made[name] = PQ(16, codes, codebook, rotation)
+    return made
 
 
 class Case:
-    def __init__(self, index: PlaidIndex, codec: str, impl: str, made: pq.PQ | None) -> None:
+    def __init__(self, index: PlaidIndex, codec: str, impl: str, made: PQ | None) -> None:
         self.index, self.codec, self.pq = index, codec, made
         held = load_resident(index, DEVICE, codec=codec.split()[0].replace("opq", "pq"), pq=made)
         if codec == "dense in pieces":
@@ -94,7 +104,7 @@ def impl(request: pytest.FixtureRequest, device: str) -> str:
 
 
 @pytest.fixture(scope="module", params=CODECS)
-def case(request: pytest.FixtureRequest, index: PlaidIndex, quantisers: dict[str, pq.PQ], impl: str) -> Any:
+def case(request: pytest.FixtureRequest, index: PlaidIndex, quantisers: dict[str, PQ], impl: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         # Room for 9 passages a round, and pieces of a few passages: no search of the tests fits into one.
         patch.setattr(placement, "DENSE_SLOTS", 9 * int(index.doclens.max()))
@@ -220,7 +230,7 @@ class TestLayout:
             assert torch.equal(a[0], b[0])
             assert (a[1] - b[1]).abs().max() < 2e-5
 
-    def test_layouts_share_their_tensors(self, index: PlaidIndex, quantisers: dict[str, pq.PQ]) -> None:
+    def test_layouts_share_their_tensors(self, index: PlaidIndex, quantisers: dict[str, PQ]) -> None:
         first = load_resident(index, DEVICE)
         dense = load_resident(index, DEVICE, codec="dense", shared=[first])
         coded = load_resident(index, DEVICE, codec="pq", pq=quantisers["opq"], shared=[dense, first])
@@ -239,7 +249,7 @@ class TestLayout:
         assert torch.equal(other.pq_codes.cpu(), quantisers["pq"].codes)
         assert (first.codec, dense.codec, coded.codec) == ("residual", "dense", "pq")
 
-    def test_wrong_arguments(self, index: PlaidIndex, quantisers: dict[str, pq.PQ]) -> None:
+    def test_wrong_arguments(self, index: PlaidIndex, quantisers: dict[str, PQ]) -> None:
         with pytest.raises(ValueError, match=r"codec: expected one of \['residual', 'dense', 'pq'\], got 'opq'"):
             load_resident(index, "cpu", codec="opq")
         with pytest.raises(ValueError, match="pq: expected a product quantiser with codec 'pq', got None"):
@@ -286,12 +296,25 @@ class TestLayout:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("codec", ["dense", "pq"])
-def test_a_plan_counts_what_a_codec_takes(index: PlaidIndex, quantisers: dict[str, pq.PQ], codec: str) -> None:
+def test_a_plan_counts_what_a_codec_takes(index: PlaidIndex, quantisers: dict[str, PQ], codec: str) -> None:
     made = quantisers["pq"] if codec == "pq" else None
     held = load_resident(index, "cuda", codec=codec, pq=made)
     planned = plan_for(index, "gpu", codec, pq_m=16, whole=codec == "dense")
     small = held.bucket_weights.nbytes + (0 if held.pq_codebook is None else held.pq_codebook.nbytes)
     assert held.device_bytes - small == planned.device_bytes - planned.device["workspace"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", [("gpu", "host"), ("host", "gpu"), ("host", "host")])
+def test_placements_share_what_lies_at_the_same_place(index: PlaidIndex, order: tuple[str, str]) -> None:
+    first = load_resident(index, "cuda", order[0])
+    second = load_resident(index, "cuda", order[1], shared=[first])
+    assert second.codes.data_ptr() == first.codes.data_ptr()
+    assert second.inv_norms.data_ptr() == first.inv_norms.data_ptr()
+    same = order[0] == order[1]
+    for name in ("residuals", "ivf_pids"):
+        assert (getattr(first, name).data_ptr() == getattr(second, name).data_ptr()) == same
+        assert torch.equal(getattr(first, name).cpu(), getattr(second, name).cpu())
 
 
 @pytest.mark.gpu
@@ -309,7 +332,7 @@ def test_dense_from_pinned_residuals(index: PlaidIndex) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("codec", CODECS)
-def test_no_wait_between_query_and_result(index: PlaidIndex, quantisers: dict[str, pq.PQ], codec: str) -> None:
+def test_no_wait_between_query_and_result(index: PlaidIndex, quantisers: dict[str, PQ], codec: str) -> None:
     from plaid_tilemaxsim.funnel import run_funnel
 
     case = Case(index, codec, "triton", quantisers.get(codec))

@@ -339,7 +339,8 @@ def _load_cuda(
     del copies  # it holds on to GPU memory
 
     offsets, ivf_offsets = index.offsets.to(device), index.ivf_offsets.to(device)
-    _check_contents(index, codes, ivf_pids, ivf_offsets)
+    if new_lists:  # what is shared was checked when it came
+        _check_contents(index, codes, ivf_pids, ivf_offsets)
     centroids, weights = index.centroids.to(device), index.bucket_weights.to(device)
     if on_host and new_residuals:
         assert isinstance(residuals, Tensor)

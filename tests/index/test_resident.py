@@ -58,6 +58,7 @@ def check_resident(got: ResidentIndex, index: PlaidIndex) -> None:
     assert (got.dim, got.nbits, got.longest) == (index.dim, index.nbits, int(index.doclens.max()))
     counts = (got.num_passages, got.num_tokens, got.num_centroids)
     assert counts == (index.num_passages, index.num_tokens, index.num_centroids)
+    assert got.inv_norms is not None
     inverse = got.inv_norm_lo + got.inv_norm_step * got.inv_norms.cpu().double()
     error = (inverse * exact_norms(index) - 1).abs().max()
     assert error <= FP32_ERROR + (INV_NORM_ERROR if got.inv_norms.dtype == torch.uint16 else 0)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from plaid_tilemaxsim.index.files import PlaidIndex, read_index
+from plaid_tilemaxsim.index.pq import find_pq, write_pq
 
 from . import markdown, report
 from .cache import read_json, sha256_json, write_json
@@ -36,7 +37,7 @@ from .manifest import PACKAGES, environment, is_complete, machine, source_digest
 from .measure import means, measure, paired
 from .oracle import Oracle
 from .retrieve import Scored, read_run, retrieve, write_run
-from .systems import Knobs, NotRun, Opened, open_systems, unavailable
+from .systems import Knobs, NotRun, Opened, open_systems, parse_system, unavailable
 
 # Metrics that differ by less than this agree to four decimals.
 METRIC_TOLERANCE = 5e-5
@@ -116,6 +117,10 @@ class IndexRun:
             progress=context.progress,
         )
         self.index: PlaidIndex = read_index(self.path, verify="structure")
+        asked = [options for kind, options in map(parse_system, e.systems) if kind == "tilemaxsim"]
+        for m in sorted({options["pq_m"] for options in asked if options.get("codec") == "pq"}):
+            if m not in find_pq(self.path):
+                write_pq(self.index, m, progress=context.progress)
         self.identity = {
             "digest": self.index.digest(),
             "queries": context.dataset.queries_digest,

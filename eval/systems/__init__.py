@@ -54,6 +54,8 @@ def parse_system(name: str) -> tuple[str, dict[str, Any]]:
     options = {key: int(value) if value.isdecimal() else value for key, _, value in pairs}
     if kind == "tilemaxsim":
         ScorerConfig.from_options(options)
+        if options.get("codec") == "pq" and "pq_m" not in options:
+            raise ValueError(f"system: expected pq_m=M with codec=pq, got {name!r}")
     elif kind == "plaid" and options not in ({}, {"device": "cpu"}):
         raise ValueError(f"system: expected plaid or plaid:device=cpu, got {name!r}")
     elif kind == "oracle" and options:

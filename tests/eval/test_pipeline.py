@@ -195,6 +195,20 @@ def test_command_line(done, experiment, tmp_path, capsys):
     assert "expected only the keys" in capsys.readouterr().err
 
 
+def test_codecs(done, experiment, tmp_path):
+    _, _, cache = done
+    names = ["plaid", "tilemaxsim:codec=dense", "tilemaxsim:codec=pq,pq_m=16"]
+    wanted = experiment.with_changes(systems=names, search=experiment.search[:1], latency=Timing(1, 0, 1, []))
+    results = pipeline.run(wanted, tmp_path, cache=str(cache), progress=False)
+    compared = results["indexes"][0]["search"][0]["compare"]
+    assert results["verdict"] == {**results["verdict"], "same": True, "of": 1}
+    dense, quantised = (compared[name] for name in names[1:])
+    assert (dense["same"], quantised["same"], quantised["judged"]) == (True, None, False)
+    assert dense["errors"][names[1]]["max"] <= 2e-3 < quantised["errors"][names[2]]["max"]
+    with pytest.raises(ValueError, match="expected pq_m=M with codec=pq"):
+        experiment.with_changes(systems=["tilemaxsim:codec=pq"])
+
+
 @pytest.mark.skipif(find_spec("xtr_warp") is not None, reason="xtr-warp-rs is installed here")
 def test_what_cannot_run_is_reported_and_the_rest_goes_on(done, experiment, tmp_path):
     _, _, cache = done

@@ -61,9 +61,18 @@ def label(system: str) -> str:
     kind, _, options = system.partition(":")
     names = {"plaid": "stock PLAID", "tilemaxsim": "TileMaxSim", "maxsim": "MaxSim", "oracle": "float64 oracle",
              "xtr-warp": "WARP"}  # fmt: skip
-    words = [option.removeprefix("mode=").removeprefix("impl=") for option in options.split(",") if option]
-    separator = ", " if kind == "maxsim" else " "
-    return separator.join([names.get(kind, kind), *("on the CPU" if word == "device=cpu" else word for word in words)])
+    words = [_word(*option.partition("=")[::2]) for option in options.split(",") if option]
+    return (", " if kind == "maxsim" else " ").join([names.get(kind, kind), *words])
+
+
+def _word(option: str, value: str) -> str:
+    if (option, value) == ("device", "cpu"):
+        return "on the CPU"
+    if (option, value) == ("codec", "pq"):
+        return "PQ"
+    if option in ("mode", "impl", "codec", "placement"):
+        return value
+    return f"M={value}" if option == "pq_m" else f"{option}={value}"
 
 
 def ran(results: Results) -> list[str]:

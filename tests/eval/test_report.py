@@ -317,3 +317,11 @@ def test_ticks_are_round_and_within(log):
         ticks = plots._ticks((low, high), log)
         assert len(ticks) >= 2
         assert all(low <= tick <= high for tick in ticks)
+
+
+def test_labels():
+    assert report.label("plaid:device=cpu") == "stock PLAID on the CPU"
+    assert report.label("tilemaxsim:codec=pq,pq_m=32") == "TileMaxSim PQ M=32"
+    assert report.label("tilemaxsim:mode=rerank,placement=host") == "TileMaxSim rerank host"
+    assert report.label("maxsim:impl=flash-maxsim") == "MaxSim, flash-maxsim"
+    assert report.label("fast-plaid:n_ivf_probe=4") == "fast-plaid n_ivf_probe=4"

@@ -50,6 +50,7 @@ def test_a_random_encoder_still_finds_copies_of_passages(tmp_path: Path) -> None
 
 def test_the_query_itself_is_no_result() -> None:
     ids = ["d0", "d1", "d2"]
-    dataset = Dataset("own", ids, ["a", "b", "c"], ["d0", "q1"], ["a", "b"], {"d0": {"d1": 1}, "q1": {"d1": 1}})
+    qrels = {"d0": {"d1": 1}, "q1": {"d1": 1}}
+    dataset = Dataset("own", ids, ["a", "b", "c"], ["d0", "q1"], ["a", "b"], qrels, removes_own=True)
     run = _run(dataset, torch.tensor([[3.0, 1.0, 2.0], [3.0, 1.0, 2.0]]))
     assert run == {"d0": {"d2": 2.0, "d1": 1.0}, "q1": {"d0": 3.0, "d2": 2.0, "d1": 1.0}}

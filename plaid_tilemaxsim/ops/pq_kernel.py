@@ -97,4 +97,5 @@ def pq_maxsim(
                 BLOCK_D=blocks.BLOCK_D,
                 PIECES=triton.cdiv(DIM, blocks.BLOCK_D),
                 num_warps=4,
+                num_stages=1,  # more would keep the query in shared memory as often
             )

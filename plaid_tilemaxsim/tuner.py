@@ -91,6 +91,19 @@ class Data:
         Q, centroids = self.unit(LQ, DIM), self.unit(self.size.centroids, DIM).half()
         return Q, centroids, api.centroid_scores(Q, centroids, cmax=1.01, impl="triton")
 
+    def compressed(self, centroids: Tensor, nbits: int) -> tuple[Tensor, Tensor, Tensor, float, float, Tensor, Tensor]:
+        """Codes, residuals, inverse norms (uint16, lowest, step), bucket weights, offsets."""
+        C, DIM = centroids.shape
+        offsets = self.offsets(DIM * nbits // 8)
+        codes = self.integers(C, (int(offsets[-1]),), torch.int32)
+        residuals = self.integers(256, (len(codes), DIM * nbits // 8), torch.uint8)
+        levels = (torch.arange(2**nbits, device=self.device) + 0.5) / 2**nbits
+        weights = (torch.special.ndtri(levels) * 0.4 / DIM**0.5 + 3e-4).float()
+        inverse = norms_kernel.inverse_norms(codes, residuals, centroids, weights, nbits)
+        lo, step = float(inverse.min()), float(inverse.max() - inverse.min()) / 65535
+        stored = inverse.sub_(lo).div_(step).round_().to(torch.int32).to(torch.uint16)
+        return codes, residuals, stored, lo, step, weights, offsets
+
 
 def dense(
     data: Data,
@@ -162,15 +175,7 @@ def centroid(data: Data, LQ: int) -> Case:
 
 def residual(data: Data, LQ: int, DIM: int, nbits: int) -> Case:
     Q, centroids, cs = data.scores(LQ, DIM)
-    offsets = data.offsets(DIM * nbits // 8)
-    T = int(offsets[-1])
-    codes = data.integers(len(centroids), (T,), torch.int32)
-    residuals = data.integers(256, (T, DIM * nbits // 8), torch.uint8)
-    levels = (torch.arange(2**nbits, device=data.device) + 0.5) / 2**nbits
-    weights = (torch.special.ndtri(levels) * 0.4 / DIM**0.5 + 3e-4).float()
-    inverse = norms_kernel.inverse_norms(codes, residuals, centroids, weights, nbits)
-    lo, step = float(inverse.min()), float(inverse.max() - inverse.min()) / 65535
-    stored = inverse.sub_(lo).div_(step).round_().to(torch.int32).to(torch.uint16)
+    codes, residuals, stored, lo, step, weights, offsets = data.compressed(centroids, nbits)
     out = torch.empty(len(offsets) - 1, device=data.device)
     sample = data.spread(len(out))
     fast = tuning.residual_is_fast(tuning.arch(data.device), nbits, DIM)
@@ -189,9 +194,26 @@ def residual(data: Data, LQ: int, DIM: int, nbits: int) -> Case:
     return Case("residual" if fast else "residual_portable", shape, run, sample, want, tolerance)
 
 
-def pq(data: Data, NQ: int, LQ: int, DIM: int, M: int) -> Case:
-    from .ops import pq_fast_kernel
+def residual_batch(data: Data, NQ: int, LQ: int, DIM: int, nbits: int) -> Case:
+    Q, centroids = data.unit(NQ, LQ, DIM), data.unit(data.size.centroids, DIM).half()
+    codes, residuals, stored, lo, step, weights, offsets = data.compressed(centroids, nbits)
+    out = torch.empty(NQ, len(offsets) - 1, device=data.device)
+    sample = data.spread(out.size(1))
 
+    def run() -> Tensor:
+        out.fill_(math.nan)
+        return api.residual_maxsim_batch(
+            Q, centroids, codes, residuals, stored, lo, step, weights, nbits, offsets, out=out, impl="triton"
+        ).T
+
+    raw = codes, residuals, centroids, weights, nbits, offsets
+    want = torch.stack([reference.residual_maxsim(q, *raw, sample) for q in Q], 1)
+    # query tokens, embeddings and weights rounded to fp16: six standard deviations of a sum over LQ
+    tolerance = 6 * LQ**0.5 * 2.0**-11 / DIM**0.5 + 1e-5
+    return Case("residual_batch", {"nbits": nbits}, run, sample, want, tolerance)
+
+
+def pq(data: Data, NQ: int, LQ: int, DIM: int, M: int) -> Case:
     Q = data.unit(NQ, LQ, DIM)
     codebook = (torch.randn(M, 256, DIM // M, device=data.device, generator=data.generator) / DIM**0.5).half()
     offsets = data.offsets(M)
@@ -206,7 +228,8 @@ def pq(data: Data, NQ: int, LQ: int, DIM: int, M: int) -> Case:
     want = torch.stack([reference.pq_maxsim(q, codes, codebook, offsets, sample) for q in Q], 1)
     # api.pq_maxsim: Q rounded to fp16, six standard deviations of a sum over LQ
     tolerance = 6 * LQ**0.5 * 2.0**-11 / (3 * DIM) ** 0.5 + 1e-5
-    return Case("pq", {"DIM": DIM, "blocks": NQ * -(-LQ // pq_fast_kernel.TOKENS)}, run, sample, want, tolerance)
+    # blocks of 32 query tokens
+    return Case("pq", {"DIM": DIM, "blocks": NQ * -(-LQ // 32)}, run, sample, want, tolerance)
 
 
 def cases(data: Data, quick: bool) -> Iterator[tuple[str, Callable[[], Case]]]:
@@ -236,6 +259,9 @@ def cases(data: Data, quick: bool) -> Iterator[tuple[str, Callable[[], Case]]]:
     if tuning.pq_is_fast(arch, 16, 128):
         yield "pq", partial(pq, data, 1, 32, 128, 16)
         yield "pq", partial(pq, data, 8, 32, 128, 16)
+    for nbits in (2, 1, 4):
+        if tuning.residual_batch_is_fast(arch, nbits, 128):
+            yield "residual_batch", partial(residual_batch, data, 8, 32, 128, nbits)
     if quick:
         return
     for DIM in (96, 384, 768):

@@ -36,6 +36,7 @@ from plaid_tilemaxsim.ops import (
     pq_kernel,
     rank_kernel,
     reference,
+    residual_batch_kernel,
     residual_fast_kernel,
     residual_kernel,
     select_kernel,
@@ -104,6 +105,27 @@ def residual(nbits: int) -> None:
             out = poisoned(len(PIDS) if pids is not None else len(LENGTHS), DEVICE)
             kernel.residual_maxsim(*arguments, pids, out, count)
             check(out, want[scored], tolerance)
+
+
+def residual_batch(nbits: int) -> None:
+    arch = tuning.arch(torch.device(DEVICE))
+    for NQ, (DIM, LQ) in itertools.product((1, 5), shapes(nbits)):
+        if not tuning.residual_batch_is_fast(arch, nbits, DIM):
+            continue
+        host, c = moved(DIM, LQ, nbits)
+        Q = torch.stack([host.Q.roll(7 * i, 1) for i in range(NQ)])
+        want = torch.stack([reference.residual_maxsim(q, *host.raw) for q in Q])
+        # unit query tokens, embeddings and weights rounded to fp16: six standard deviations of a sum over LQ
+        tolerance = 6 * LQ**0.5 * 2.0**-11 / DIM**0.5 + 1e-5
+        for pids, count, scored in lists(len(LENGTHS)):
+            size = len(PIDS) if pids is not None else len(LENGTHS)
+            out = torch.full((NQ, size), math.nan, device=DEVICE)
+            residual_batch_kernel.residual_maxsim(
+                Q.to(DEVICE), c.centroids, c.codes, c.residuals, *c.stored, c.bucket_weights, nbits, c.offsets,
+                pids, out, count,
+            )  # fmt: skip
+            for got, w in zip(out, want):
+                check(got, w[scored], tolerance)
 
 
 def centroids() -> None:
@@ -281,6 +303,9 @@ PARTS: dict[str, Callable[[], None]] = {
     "residual2": lambda: residual(2),
     "residual4": lambda: residual(4),
     "residual8": lambda: residual(8),
+    "batch1": lambda: residual_batch(1),
+    "batch2": lambda: residual_batch(2),
+    "batch4": lambda: residual_batch(4),
     "centroids": centroids,
     "dense_fp16": lambda: dense(torch.float16, ("tf32x3",)),
     "dense_bf16": lambda: dense(torch.bfloat16, ("tf32x3",)),

@@ -23,6 +23,7 @@ from plaid_tilemaxsim.ops import (
     pq_fast_kernel,
     pq_kernel,
     reference,
+    residual_batch_kernel,
     residual_fast_kernel,
     residual_kernel,
     select_kernel,
@@ -107,6 +108,40 @@ def test_tokens(tokens, kernel):
     residual(c, c.centroid_scores(), kernel, tokens + 77, reference.residual_maxsim(c.Q, *c.raw))
 
 
+def batch(c: Collection, first: int, pids: Tensor | None, NQ: int = 3) -> None:
+    """Several queries, ``first`` tokens of zeros before the collection."""
+    Q = torch.stack([c.Q.roll(7 * i, 1) for i in range(NQ)])
+    stored, lo, step = c.stored
+    arrays = behind(c.codes, first), behind(c.residuals, first), behind(stored, first)
+    n = N if pids is None else len(pids)
+    at = torch.arange(N, device=DEVICE) if pids is None else ends(pids)
+    out = torch.empty(NQ, n, device=DEVICE)
+    out[:, at] = torch.nan
+    residual_batch_kernel.residual_maxsim(
+        Q, c.centroids, *arrays, lo, step, c.bucket_weights, c.nbits, c.offsets + first, pids, out, None
+    )
+    LQ, DIM = c.Q.shape
+    for got, q in zip(out, Q, strict=True):
+        want = reference.residual_maxsim(q, *c.raw, pids=at if pids is None else pids[at])
+        assert_scores(got[at], want, 6 * LQ**0.5 * 2.0**-11 / DIM**0.5 + 1e-5)
+
+
+@pytest.mark.gigabytes(7)
+@pytest.mark.parametrize("nbits", [1, 2, 4])
+def test_residuals_of_several_queries(nbits):
+    batch(make_collection(DEVICE, 32, 128, nbits), shift(128 * nbits // 8), None)
+
+
+@pytest.mark.gigabytes(23)
+def test_tokens_of_several_queries():
+    batch(make_collection(DEVICE, 32, 32, 1), BYTES // 2 + 77, None)
+
+
+@pytest.mark.gigabytes(15)
+def test_long_lists_of_several_queries():
+    batch(make_collection(DEVICE, 16, 64), 0, long_list(), 5)
+
+
 @pytest.mark.parametrize(
     "tokens",
     [
@@ -160,6 +195,15 @@ def test_centroids_tables_and_cells():
         arguments = (c.Q, cs, codes, c.residuals, *c.stored, c.bucket_weights, c.nbits, c.offsets)
         kernel.residual_maxsim(*arguments, None, out.fill_(torch.nan), None)  # type: ignore[attr-defined]
         assert_scores(out, want, residual_tolerance(c, cs))
+
+
+@pytest.mark.gigabytes(10)
+def test_centroids_of_several_queries():
+    """The kernel keeps a copy of the centroids in its own order: twice 4.3 GB."""
+    c = make_collection(DEVICE, 32, 128)
+    first = shift(256)
+    c.centroids, c.codes = behind(c.centroids, first), c.codes + first
+    batch(c, 0, None)
 
 
 def packed(dtype: torch.dtype, NQ: int, LQ: int) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:

@@ -177,16 +177,8 @@ def residual_maxsim(
     _check("Q", Q, (cs.LQ, None), (torch.float32,))
     _query_limits(Q)
     _require("cs.table.device", cs.table.device == device, device, cs.table.device)
-    _require("nbits", nbits in (1, 2, 4, 8), "1, 2, 4 or 8", nbits)
     DIM = Q.size(1)
-    _require("DIM", DIM % (8 // nbits) == 0, f"a multiple of {8 // nbits} at {nbits} bits", DIM)
-    _check("codes", codes, (None,), (torch.int32,), device)
-    on_host = device.type == "cuda" and residuals.device.type == "cpu"
-    _require("residuals", not on_host or residuals.is_pinned(), f"{device} or pinned", "pageable memory")
-    home = residuals.device if on_host else device
-    _check("residuals", residuals, (codes.size(0), DIM * nbits // 8), (torch.uint8,), home)
-    _check("inv_norms", inv_norms, (codes.size(0),), (torch.uint16, torch.float32), device)
-    _check("bucket_weights", bucket_weights, (2**nbits,), (torch.float32,), device)
+    _compressed(DIM, codes, residuals, inv_norms, bucket_weights, nbits, device)
     pids, out = _selection(offsets, pids, out, count, device)
     chosen = _choose(impl, Q)
     inverse_norms = (inv_norms, float(inv_norm_lo), float(inv_norm_step))  # kernels specialise on int and float
@@ -216,6 +208,57 @@ def residual_maxsim(
             Q, cs, codes, residuals, *inverse_norms, bucket_weights, nbits, offsets, selected
         )
     out[:n] = scores[:n]
+    return out
+
+
+def residual_maxsim_batch(
+    Q: Tensor,
+    centroids: Tensor,
+    codes: Tensor,
+    residuals: Tensor,
+    inv_norms: Tensor,
+    inv_norm_lo: float,
+    inv_norm_step: float,
+    bucket_weights: Tensor,
+    nbits: int,
+    offsets: Tensor,
+    pids: Tensor | None = None,
+    out: Tensor | None = None,
+    count: Tensor | None = None,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """Exact MaxSim of compressed passages with several queries, which share the decompression; fp32 ``[NQ, n]``.
+
+    ``Q`` fp32 ``[NQ, LQ, DIM]``; ``centroids`` fp16 ``[C, DIM]`` (fp32 on CPU); the rest as for
+    :func:`residual_maxsim`. The kernel (1, 2 and 4 bits, DIM up to 128, rows of a multiple of 8 bytes) puts embeddings
+    together in fp16: their rounding adds about 2**-12 / sqrt(DIM) a similarity of unit vectors. It keeps a copy of the
+    centroids in its own order for as long as ``centroids`` lives. Other shapes are scored query by query, which waits
+    for the device.
+    """
+    device = Q.device
+    _check("Q", Q, (None, None, None), (torch.float32,))
+    _require("NQ", Q.size(0) >= 1, "at least 1", Q.size(0))
+    _query_limits(Q[0])
+    NQ, _, DIM = Q.shape
+    _check("centroids", centroids, (None, DIM), (torch.float16, torch.float32), device)
+    _compressed(DIM, codes, residuals, inv_norms, bucket_weights, nbits, device)
+    pids, out = _selection(offsets, pids, out, count, device, (NQ,))
+    arguments = (codes, residuals, inv_norms, float(inv_norm_lo), float(inv_norm_step), bucket_weights, nbits, offsets)
+    chosen = _choose(impl, Q)
+    if chosen == "triton":
+        _require("centroids.dtype", centroids.dtype == torch.float16, torch.float16, centroids.dtype)
+        from . import residual_batch_kernel, residual_fast_kernel, tuning
+
+        if tuning.residual_batch_is_fast(tuning.arch(device), nbits, DIM):
+            _aligned("residuals", residuals, max(size for _, size in residual_fast_kernel.pieces(nbits, DIM)))
+            _require("codes", codes.size(0) < 2**32, "fewer than 2**32 tokens", codes.size(0))
+            residual_batch_kernel.residual_maxsim(Q, centroids, *arguments, pids, out, count)
+            return out
+    cmax = float(centroids.float().norm(dim=1).max()) if centroids.size(0) else 0.0
+    for q, scores in zip(Q, out, strict=True):
+        cs = centroid_scores(q, centroids, cmax=cmax, impl=chosen)
+        residual_maxsim(q, cs, *arguments, pids, scores, count, impl=chosen)
     return out
 
 
@@ -384,6 +427,27 @@ def _check(
     _require(f"{name}.dtype", tensor.dtype in dtypes, " or ".join(map(str, dtypes)), tensor.dtype)
     _require(f"{name}.device", device is None or tensor.device == device, device, tensor.device)
     _require(name, tensor.is_contiguous(), "contiguous", f"strides {tensor.stride()}")
+
+
+def _compressed(
+    DIM: int,
+    codes: Tensor,
+    residuals: Tensor,
+    inv_norms: Tensor,
+    bucket_weights: Tensor,
+    nbits: int,
+    device: torch.device,
+) -> None:
+    """Checks the tensors of compressed tokens, which are on ``device``, residuals there or in pinned memory."""
+    _require("nbits", nbits in (1, 2, 4, 8), "1, 2, 4 or 8", nbits)
+    _require("DIM", DIM % (8 // nbits) == 0, f"a multiple of {8 // nbits} at {nbits} bits", DIM)
+    _check("codes", codes, (None,), (torch.int32,), device)
+    on_host = device.type == "cuda" and residuals.device.type == "cpu"
+    _require("residuals", not on_host or residuals.is_pinned(), f"{device} or pinned", "pageable memory")
+    home = residuals.device if on_host else device
+    _check("residuals", residuals, (codes.size(0), DIM * nbits // 8), (torch.uint8,), home)
+    _check("inv_norms", inv_norms, (codes.size(0),), (torch.uint16, torch.float32), device)
+    _check("bucket_weights", bucket_weights, (2**nbits,), (torch.float32,), device)
 
 
 def _aligned(name: str, tensor: Tensor, nbytes: int) -> None:

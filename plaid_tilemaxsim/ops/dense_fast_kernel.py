@@ -12,7 +12,7 @@ what exceeds the registers is read from L1.
 fp32 comes in three precisions. "tf32": both factors rounded to TF32. "tf32x3": x = hi + lo with hi the upper bits, and
 hi hi + hi lo + lo hi. "fp16x3" does the same with two fp16 numbers, in half as many ``mma``: lo is kept 2**11 times
 larger and meets a Q that much smaller, and Q as a whole is scaled by a power of two to the middle of fp16's range. The
-tensor core truncates when it accumulates: in both it starts a chunk's sum from zero, which is then added in fp32 proper.
+tensor core truncates when it accumulates: in both it starts a chunk's sum from zero, which is added in fp32 proper.
 """
 
 # ruff: noqa: RUF005 (triton 3.6 has no starred tuples)
@@ -28,10 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tuning
-from .warp_tiles import Ptx, advance, load, next_passage, pid_at, reduce_ptx, token_range
+from .warp_tiles import NT, TOKENS, Ptx, advance, load, next_passage, pid_at, reduce_ptx, token_range
 
-NT = 4  # column tiles of 8 query tokens in a block
-TOKENS = 8 * NT
 _KINDS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "tf32"}
 _MMA = {
     "fp16": "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32",

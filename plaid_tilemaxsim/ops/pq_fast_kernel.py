@@ -26,10 +26,19 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tuning
-from .warp_tiles import Ptx, advance, load, next_passage, pid_at, reduce_ptx, tile_tokens, token_range
+from .warp_tiles import (
+    NT,
+    Ptx,
+    advance,
+    best_of_blocks,
+    load,
+    next_passage,
+    pid_at,
+    query_fragments,
+    reduce_ptx,
+    token_range,
+)  # fmt: skip
 
-NT = 4  # column tiles of 8 query tokens in a block
-TOKENS = 8 * NT
 # Q fragments stay in registers up to this many, else they are read from L1 for every tile.
 _MAX_Q_REGISTERS = 64
 
@@ -51,10 +60,10 @@ class Tile:
 
 
 @lru_cache
-def tile(M: int, DIM: int, blocks: int) -> Tile:
-    """PTX that turns the codes of 16 tokens into running maxima of ``blocks`` blocks of query tokens.
+def tile(M: int, DIM: int, blocks: int, tiles: int) -> Tile:
+    """PTX that turns the codes of ``tiles`` times 16 tokens into running maxima of ``blocks`` blocks of query tokens.
 
-    Operands: 2 NT maxima of every block out; code words of row g, of row g + 8; address of the lane's codebooks; maxima
+    Operands: 2 NT maxima of every block out; code words of rows g, g + 8, ...; address of the lane's codebooks; maxima
     in; Q fragments of the block (or their address).
     """
     p = Ptx()
@@ -71,16 +80,16 @@ def tile(M: int, DIM: int, blocks: int) -> Tile:
         return [f"${next(number)}" for _ in range(n)]
 
     out = operands(2 * NT * blocks)
-    rows = operands(words), operands(words)
+    rows = [operands(words) for _ in range(2 * tiles)]
     book = operands(1)[0]
     maxima = operands(2 * NT * blocks)
     q = operands(q_registers if in_registers else 1)
     inputs = next(number) - len(out)
 
     p.lines.append(".reg .b64 a;")
-    values: list[list[str]] = [[], []]
+    values: list[list[str]] = [[] for _ in rows]
     for j in range(codes):
-        for row in range(2):
+        for row in range(len(rows)):
             code = p("bfe.u32", rows[row][j // 4], str(j % 4 * 8), "8")
             p.lines.append(f"mad.wide.u32 a, {code}, {centroid}, {book};")
             for at in range(0, centroid, width):
@@ -90,35 +99,9 @@ def tile(M: int, DIM: int, blocks: int) -> Tile:
                 p.lines.append(f"ld.global.nc.{kind} {into}, [a+{j * 256 * centroid + at}];")
                 values[row] += loaded
 
-    zero = p("mov.b32", "0")
-    for block in range(blocks):
-        acc = [[zero] * 4 for _ in range(NT)]
-        for step in range(ksteps):
-            fragments = []
-            for j in range(step * 2 * NT, (step + 1) * 2 * NT, 4):
-                if in_registers:
-                    fragments += q[j : j + 4]
-                else:
-                    four = [p.new() for _ in range(4)]
-                    at = (block * q_registers + j) * 128
-                    p.lines.append(f"ld.global.v4.b32 {{{', '.join(four)}}}, [{q[0]}+{at}];")
-                    fragments += four
-            a = ", ".join(values[row][2 * step + half] for half in range(2) for row in range(2))
-            for n in range(NT):
-                before = ", ".join(acc[n])
-                if step == 0:
-                    acc[n] = [p.new() for _ in range(4)]
-                p.lines.append(
-                    "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-                    f"{{{', '.join(acc[n])}}}, {{{a}}}, {{{fragments[2 * n]}, {fragments[2 * n + 1]}}}, {{{before}}};"
-                )
-        for n in range(NT):
-            for half in range(2):
-                at = (block * NT + n) * 2 + half
-                best = p("max.f32", p("max.f32", acc[n][half], acc[n][2 + half]), maxima[at])
-                p.lines.append(f"mov.b32 {out[at]}, {best};")
+    best_of_blocks(p, [values[2 * i : 2 * i + 2] for i in range(tiles)], [], q, blocks, NT, maxima, out)
     in_constraints = ["r"] * inputs
-    in_constraints[2 * words] = "l"
+    in_constraints[len(rows) * words] = "l"
     if not in_registers:
         in_constraints[-1] = "l"
     return Tile(
@@ -131,20 +114,21 @@ def tile(M: int, DIM: int, blocks: int) -> Tile:
 
 
 @triton.jit
-def _load_codes(codes_at, tokens, M: tl.constexpr):
-    """Code words of rows g and g + 8 of a tile."""
+def _load_codes(codes_at, start, left, row, M: tl.constexpr, ROWS: tl.constexpr):
+    """Code words of rows g, g + 8, ... of a tile; past the passage's end its last token."""
     words = ()
-    for r in tl.static_range(2):
+    for r in tl.static_range(ROWS):
+        token = start + tl.minimum(left - 1, row + 8 * r)
         if M == 4:
-            words = words + load(codes_at, tokens[r], M, "L1::no_allocate.u8", 1)
+            words = words + load(codes_at, token, M, "L1::no_allocate.u8", 1)
         elif M == 8:
-            words = words + load(codes_at, tokens[r], M, "L1::no_allocate.u16", 1)
+            words = words + load(codes_at, token, M, "L1::no_allocate.u16", 1)
         elif M == 16:
-            words = words + load(codes_at, tokens[r], M, "L1::no_allocate.b32", 1)
+            words = words + load(codes_at, token, M, "L1::no_allocate.b32", 1)
         elif M == 32:
-            words = words + load(codes_at, tokens[r], M, "L1::no_allocate.v2.b32", 2)
+            words = words + load(codes_at, token, M, "L1::no_allocate.v2.b32", 2)
         else:
-            words = words + load(codes_at, tokens[r], M, "L1::no_allocate.v4.b32", 4)
+            words = words + load(codes_at, token, M, "L1::no_allocate.v4.b32", 4)
     return words
 
 
@@ -152,8 +136,8 @@ def _load_codes(codes_at, tokens, M: tl.constexpr):
 def _pq_maxsim_kernel(
     q_ptr, codebook_ptr, codes_ptr, offsets_ptr, pids_ptr, count_ptr, out_ptr, num_pids,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, REDUCE_ASM: tl.constexpr, REDUCE_CONSTRAINTS: tl.constexpr,
-    M: tl.constexpr, DIM: tl.constexpr, NT: tl.constexpr, BLOCKS: tl.constexpr, Q_REGISTERS: tl.constexpr,
-    HAS_PIDS: tl.constexpr, HAS_COUNT: tl.constexpr, GROUP: tl.constexpr,
+    M: tl.constexpr, DIM: tl.constexpr, NT: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr,
+    Q_REGISTERS: tl.constexpr, HAS_PIDS: tl.constexpr, HAS_COUNT: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     n = num_pids
     if HAS_COUNT:
@@ -182,18 +166,18 @@ def _pq_maxsim_kernel(
     start_y, left_y = token_range(offsets_ptr, pid_at(pids_ptr, i_y, n, HAS_PIDS), 0, "packed")
     start_a, left_a = token_range(offsets_ptr, pid_at(pids_ptr, i_a, n, HAS_PIDS), 0, "packed")
     i_x, left_x = i_y, left_y
-    x = _load_codes(codes_at, tile_tokens(start_y, left_y, row), M)
+    x = _load_codes(codes_at, start_y, left_y, row, M, 2 * TILES)
     i_y, start_y, left_y, i_a, start_a, left_a, i_b, pid_b = advance(
         i_y, start_y, left_y, i_a, start_a, left_a, i_b, pid_b,
-        offsets_ptr, pids_ptr, n, step, 0, HAS_PIDS, GROUP, 16, "packed",
+        offsets_ptr, pids_ptr, n, step, 0, HAS_PIDS, GROUP, 16 * TILES, "packed",
     )  # fmt: skip
     maxima = nothing
     while i_x < n:
-        y = _load_codes(codes_at, tile_tokens(start_y, left_y, row), M)
+        y = _load_codes(codes_at, start_y, left_y, row, M, 2 * TILES)
         maxima = tl.inline_asm_elementwise(
             ASM, CONSTRAINTS, x + (book,) + maxima + q, dtype=(tl.int32,) * (2 * NT * BLOCKS), is_pure=True, pack=1
         )
-        if left_x <= 16:
+        if left_x <= 16 * TILES:
             for block in tl.static_range(BLOCKS):
                 best = tl.inline_asm_elementwise(
                     REDUCE_ASM, REDUCE_CONSTRAINTS, maxima[2 * NT * block : 2 * NT * (block + 1)] + (lane,),
@@ -207,36 +191,11 @@ def _pq_maxsim_kernel(
         i_x, left_x, x = i_y, left_y, y
         i_y, start_y, left_y, i_a, start_a, left_a, i_b, pid_b = advance(
             i_y, start_y, left_y, i_a, start_a, left_a, i_b, pid_b,
-            offsets_ptr, pids_ptr, n, step, 0, HAS_PIDS, GROUP, 16, "packed",
+            offsets_ptr, pids_ptr, n, step, 0, HAS_PIDS, GROUP, 16 * TILES, "packed",
         )  # fmt: skip
 
 
 # ---- launcher
-
-
-@lru_cache
-def _fragments(DIM: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(token of the block, dimension) of every fp16 in the order of registers: int64 [DIM / 8, 32, 4, 2] at NT = 4."""
-    j = torch.arange(DIM // 16 * 2 * NT).view(-1, 1, 4, 1)
-    lane = torch.arange(32).view(1, 32, 1, 1)
-    i = torch.arange(2).view(1, 1, 1, 2)
-    g, t = lane // 4, lane % 4
-    step, n, half = j // (2 * NT), j // 2 % NT, j % 2
-    # a lane's columns are 2 NT consecutive query tokens, its dimensions DIM / 4 consecutive ones
-    token = g // 2 * 2 * NT + 2 * n + g % 2
-    dim = t * (DIM // 4) + 4 * step + 2 * half + i
-    token, dim = torch.broadcast_tensors(token, dim)
-    return token.to(device), dim.to(device)
-
-
-def prepare(Q: Tensor) -> Tensor:
-    """Q [NQ, LQ, DIM] as blocks of fragments: fp16 [NQ * blocks of query tokens, 32 DIM], zero past a query's end."""
-    NQ, LQ, DIM = Q.shape
-    blocks = triton.cdiv(LQ, TOKENS)
-    padded = torch.zeros(NQ, blocks * TOKENS, DIM, dtype=torch.float16, device=Q.device)
-    padded[:, :LQ] = Q
-    token, dim = _fragments(DIM, Q.device)
-    return padded.view(NQ * blocks, TOKENS, DIM)[:, token, dim].flatten(1)
 
 
 def pq_maxsim(
@@ -257,7 +216,7 @@ def pq_maxsim(
         out.fill_(float("-inf"))
         return
     M = codes.size(1)
-    fragments = prepare(Q).view(torch.int32)
+    fragments = query_fragments(Q)
     blocks = fragments.size(0)
     launch = tuning.pq_blocks(tuning.arch(Q.device), DIM, blocks)
     # one row of scores for every block of query tokens; a query of one block writes where it belongs
@@ -266,7 +225,7 @@ def pq_maxsim(
     group = launch.group if pids is None and n >= 4 * launch.group * programs else 1
     for first in range(0, blocks, launch.BLOCKS):
         together = min(launch.BLOCKS, blocks - first)
-        shape = tile(M, DIM, together)
+        shape = tile(M, DIM, together, launch.tiles)
         _pq_maxsim_kernel[(min(programs, n),)](
             fragments[first],
             codebook,
@@ -284,6 +243,7 @@ def pq_maxsim(
             DIM=DIM,
             NT=NT,
             BLOCKS=together,
+            TILES=launch.tiles,
             Q_REGISTERS=shape.q_registers,
             HAS_PIDS=pids is not None,
             HAS_COUNT=count is not None,

@@ -9,8 +9,9 @@ one 8-byte load), decodes them in registers, and Q is permuted to match (:func:`
 too, so that the table entries that start a lane's accumulators are 16 consecutive bytes. Nothing passes through
 shared memory.
 
-Decoding gives ``1024 + h`` in fp16 with a small integer h per weight, ``w = o + s h``: the factor s goes into Q,
-and o and 1024 into one constant per query token, added while the table entry is converted. A passage's last
+Decoding looks up fp16 weights byte by byte, for 2 and 4 bits; all are scaled to at most 1 and the factor goes into Q.
+For 1 bit it gives ``1024 + h`` with h = 0 or a power of two, ``w = o + s h``, without a table: s and the power go into
+Q, o and 1024 into one constant per query token, added while the table entry is converted. A passage's last
 tile repeats its last token, which leaves maxima as they are. Maxima are taken on the bits of positive floats (a
 constant is added), where sm_90 has a three-input integer maximum.
 
@@ -96,16 +97,21 @@ def k_order(nbits: int, DIM: int) -> list[list[list[tuple[int, int]]]]:
 # ---- PTX of one tile
 
 
+def decode_nibbles(p: Ptx, nbits: int, x: str, size: int, table: list[str]) -> list[tuple[str, str]]:
+    """1 or 2 bits: a field of every nibble selects a byte of both tables, low bytes of fp16 weights and high ones."""
+    mask = {1: "0x11111111", 2: "0x33333333"}[nbits]
+    pairs = []
+    for shift in range(0, 4, nbits):
+        field = p("and.b32", p("shr.u32", x, str(shift)) if shift else x, mask)
+        for half in range(min(size, 4) // 2):
+            selector = p("shr.u32", field, "16") if half else field
+            low, high = p("prmt.b32", table[0], table[0], selector), p("prmt.b32", table[1], table[1], selector)
+            pairs.append((p("prmt.b32", low, high, "0x5140"), p("prmt.b32", low, high, "0x7362")))
+    return pairs
+
+
 def _decode2(p: Ptx, x: str, size: int, table: list[str]) -> list[tuple[str, str]]:
-    """2 bits: a nibble masked to one field selects a byte of the table, then 0x64 above it makes 1024 + h."""
-    fields = [p("and.b32", x, "0x33333333"), p("and.b32", p("shr.u32", x, "2"), "0x33333333")]
-    halves = range(2 if size >= 4 else 1)
-    selectors = [p("shr.u32", field, "16") if half else field for field in fields for half in halves]
-    steps = []
-    for selector in selectors:
-        four = p("prmt.b32", table[0], table[0], selector)
-        steps.append((p("prmt.b32", four, "0x64646464", "0x4140"), p("prmt.b32", four, "0x64646464", "0x4342")))
-    return steps
+    return decode_nibbles(p, 2, x, size, table)
 
 
 def _decode1(p: Ptx, x: str, size: int, table: list[str]) -> list[tuple[str, str]]:
@@ -123,7 +129,7 @@ def _decode1(p: Ptx, x: str, size: int, table: list[str]) -> list[tuple[str, str
     return [(pairs[j], pairs[j + 1]) for j in range(0, half, 2)]
 
 
-def _decode4(p: Ptx, x: str, size: int, table: list[str]) -> list[tuple[str, str]]:
+def decode4(p: Ptx, x: str, size: int, table: list[str]) -> list[tuple[str, str]]:
     """4 bits: the low and the high byte of 16 fp16 weights, 8 + 8 of each, the top bit of the nibble chooses."""
     low3 = p("and.b32", x, "0x77777777")
     top = p("and.b32", p("shr.u32", x, "3"), "0x11111111")
@@ -141,8 +147,8 @@ def _decode4(p: Ptx, x: str, size: int, table: list[str]) -> list[tuple[str, str
     return steps
 
 
-_DECODE = {1: _decode1, 2: _decode2, 4: _decode4}
-_TABLES = {1: 0, 2: 1, 4: 8}  # words of the decode table
+_DECODE = {1: _decode1, 2: _decode2, 4: decode4}
+_TABLES = {1: 0, 2: 2, 4: 8}  # words of the decode table
 
 
 @dataclass(frozen=True)
@@ -276,7 +282,7 @@ def _write_constants(
             other=0.0,
         )
         square += tl.sum(x * x, 1)
-        if NBITS < 4:
+        if NBITS == 1:
             exponent = tl.load(order_ptr + DIM + d, mask=d < DIM, other=0).to(tl.float32)
             rounded = (x * (s * unit) * tl.exp2(-exponent)[None, :]).to(tl.float16).to(tl.float32)
             constant += tl.sum(x * (unit * (o + s * center)), 1)
@@ -286,9 +292,11 @@ def _write_constants(
     bias = 1.25 * tl.sqrt(tl.max(square, 0)) * unit + 1
     tl.store((out_ptr + 8).to(tl.pointer_type(tl.float32)), bias)
     if NBITS == 2:
-        # the slot's bits are reversed: byte v of the table is h[reverse(v)]
-        h = tl.floor((w - o) / s + 0.5).to(tl.int32)
-        tl.store(out_ptr, tl.sum(h << (8 * _reverse(bucket, 2)), 0))
+        # the slot's bits are reversed: byte v of both tables is of the weight at reverse(v)
+        code = (w / s).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        shift = 8 * _reverse(bucket, 2)
+        tl.store(out_ptr, tl.sum((code & 255) << shift, 0))
+        tl.store(out_ptr + 1, tl.sum(((code >> 8) & 255) << shift, 0))
     if NBITS == 4:
         code = (w / s).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
         at4 = _reverse(bucket, 4)
@@ -312,21 +320,13 @@ def _prepare_kernel(
     scale = tl.load(scale_ptr)
     unit = tl.where(scale > 0, 1 / scale, 0.0)
 
-    # w = o + s h with integers 0 <= h <= 255; for 4 bits w = s h with fp16 h
+    # w = o + s h: for 1 bit h is 0 or 1, else o = 0 and h is fp16
     bucket = tl.arange(0, 1 << NBITS)
     w = tl.load(weights_ptr + bucket)
     o = tl.min(w, 0)
     if NBITS == 1:
         s = tl.max(w, 0) - o
         center = 0.5
-    elif NBITS == 2:
-        steps = tl.arange(0, 256)
-        width = tl.maximum((tl.max(w, 0) - o) / tl.maximum(steps, 1), 1e-30)
-        h = tl.floor((w - o)[None, :] / width[:, None] + 0.5)
-        error = tl.max(tl.abs(o + width[:, None] * h - w[None, :]), 1)
-        best = tl.argmin(tl.where(steps > 0, error, float("inf")), 0)
-        s = tl.maximum((tl.max(w, 0) - o) / best, 1e-30)
-        center = 128.0
     else:
         o, center = 0.0, 0.0
         s = tl.maximum(tl.max(tl.abs(w), 0), 1e-30)

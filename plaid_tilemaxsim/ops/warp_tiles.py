@@ -6,8 +6,16 @@ tile that is next, passage ``a`` after it by its tokens, passage ``b`` after tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+NT = 4  # column tiles of 8 query tokens in a block
+TOKENS = 8 * NT
 
 
 class Ptx:
@@ -50,6 +58,87 @@ def reduce_ptx(NT: int, maximum: str = "max.s32") -> str:
         regs = [p(maximum, k, g) for k, g in zip(kept, got, strict=True)]
     p.lines.append(f"mov.b32 $0, {regs[0]};")
     return p.text()
+
+
+def best_of_blocks(
+    p: Ptx,
+    a: Sequence[Sequence[list[str]]],
+    inverse: Sequence[Sequence[str]],
+    q: list[str],
+    blocks: int,
+    NT: int,
+    maxima: list[str],
+    out: list[str],
+) -> None:
+    """PTX of ``out = max(maxima, products)`` for tiles of 16 tokens and ``blocks`` blocks of query tokens.
+
+    ``a[tile][half]``: registers of fp16 pairs of rows g (half 0) and g + 8, two a k-step; ``inverse[tile][half]``: what
+    the products of the row are multiplied with, nothing where it is empty. ``q``: fragments of the one block, or the
+    address of those of all. ``maxima`` and ``out``: 2 NT registers a block.
+    """
+    ksteps = len(a[0][0]) // 2
+    registers = ksteps * NT * 2
+    zero = p("mov.b32", "0")
+    for block in range(blocks):
+        acc = [[[zero] * 4 for _ in range(NT)] for _ in a]
+        for step in range(ksteps):
+            b = []
+            for j in range(step * 2 * NT, (step + 1) * 2 * NT, 4):
+                if len(q) > 1:
+                    b += q[j : j + 4]
+                else:
+                    four = [p.new() for _ in range(4)]
+                    at = (block * registers + j) * 128
+                    p.lines.append(f"ld.global.v4.b32 {{{', '.join(four)}}}, [{q[0]}+{at}];")
+                    b += four
+            for n in range(NT):
+                for tile, rows in enumerate(a):
+                    operand = ", ".join(rows[row][2 * step + half] for half in range(2) for row in range(2))
+                    before = ", ".join(acc[tile][n])
+                    if step == 0:
+                        acc[tile][n] = [p.new() for _ in range(4)]
+                    p.lines.append(
+                        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+                        f"{{{', '.join(acc[tile][n])}}}, {{{operand}}}, {{{b[2 * n]}, {b[2 * n + 1]}}}, {{{before}}};"
+                    )
+        for n in range(NT):
+            for half in range(2):
+                at = (block * NT + n) * 2 + half
+                best = maxima[at]
+                for tile in range(len(a)):
+                    pair = [acc[tile][n][half], acc[tile][n][2 + half]]
+                    if inverse:
+                        pair = [p("mul.f32", x, y) for x, y in zip(pair, inverse[tile], strict=True)]
+                    best = p("max.f32", p("max.f32", *pair), best)
+                p.lines.append(f"mov.b32 {out[at]}, {best};")
+
+
+@lru_cache
+def _fragments(DIM: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(token of the block, dimension) of every fp16 in the order of registers: int64 [DIM / 8, 32, 4, 2] at NT = 4."""
+    j = torch.arange(DIM // 16 * 2 * NT).view(-1, 1, 4, 1)
+    lane = torch.arange(32).view(1, 32, 1, 1)
+    i = torch.arange(2).view(1, 1, 1, 2)
+    g, t = lane // 4, lane % 4
+    step, n, half = j // (2 * NT), j // 2 % NT, j % 2
+    # a lane's columns are 2 NT consecutive query tokens, its dimensions DIM / 4 consecutive ones
+    token = g // 2 * 2 * NT + 2 * n + g % 2
+    dim = t * (DIM // 4) + 4 * step + 2 * half + i
+    token, dim = torch.broadcast_tensors(token, dim)
+    return token.to(device), dim.to(device)
+
+
+def query_fragments(Q: Tensor) -> Tensor:
+    """Q fp32 [NQ, LQ, DIM] as fp16 B fragments of its blocks of query tokens: int32 [NQ * blocks, 16 DIM].
+
+    For lanes whose A fragments are a quarter of a row each, in order. Zero past a query's end.
+    """
+    NQ, LQ, DIM = Q.shape
+    blocks = triton.cdiv(LQ, TOKENS)
+    padded = torch.zeros(NQ, blocks * TOKENS, DIM, dtype=torch.float16, device=Q.device)
+    padded[:, :LQ] = Q
+    token, dim = _fragments(DIM, Q.device)
+    return padded.view(NQ * blocks, TOKENS, DIM)[:, token, dim].flatten(1).view(torch.int32)
 
 
 @triton.jit

@@ -68,12 +68,12 @@ class Check:
 def dense_budget(LQ: int, DIM: int, precision: str = "ieee", want: Tensor | None = None) -> float:
     """DIM additions of products of unit vectors in fp32, for every query token.
 
-    tf32x3 drops the product of the two small parts, 2**-22 of a product. tf32 truncates each operand, by a share
-    spread over 0 to 2**-10: together below 2**-9 of a score (``want``, the largest counts), and four standard
+    tf32x3 and fp16x3 drop the product of the two small parts, 2**-22 of a product. tf32 truncates each operand, by a
+    share spread over 0 to 2**-10: together below 2**-9 of a score (``want``, the largest counts), and four standard
     deviations of what differs between dimensions.
     """
     fp32 = LQ * DIM * U24
-    if precision == "tf32x3":
+    if precision in ("tf32x3", "fp16x3"):
         return fp32 + LQ * 2.0**-22
     if precision == "tf32":
         assert want is not None
@@ -84,15 +84,13 @@ def dense_budget(LQ: int, DIM: int, precision: str = "ieee", want: Tensor | None
 def residual_budget(data: Data) -> float:
     """Four standard deviations of what the roundings add up to over a query (api.residual_maxsim), fp32 aside.
 
-    Per query token: half a step of the table, uniform; q and w rounded to fp16 each; and the fast kernel's weights,
-    which are integers times a step: 2e-4 of their range.
+    Per query token: half a step of the table, uniform; q and w rounded to fp16 each.
     """
     w = data.weights
     table = data.cs.scale.item() / 12**0.5
     rounded = (2 / 3) ** 0.5 * U16 * w.abs().max().item()
-    stepped = 2e-4 * (w.max() - w.min()).item()
     largest = data.lo + 65535 * data.step
-    per_token = (table**2 + rounded**2 + stepped**2) ** 0.5
+    per_token = (table**2 + rounded**2) ** 0.5
     return 4 * len(data.Q) ** 0.5 * per_token * largest + 1e-5
 
 

@@ -293,9 +293,9 @@ class Kernel:
             bits = np.uint64((1 << int(source[1:])) - 1)
             return _unsigned(_signed(x[0], int(source[1:])), 64) if source[0] == "s" else x[0] & bits
         if last == "f16x2":
-            assert name == "mul"
-            product = (_unpacked([x[0]], "f16") * _unpacked([x[1]], "f16")).astype(np.float16)
-            return product.view(np.uint32).reshape(32).astype(np.uint64)
+            first, second = _unpacked([x[0]], "f16"), _unpacked([x[1]], "f16")
+            result = {"mul": first * second, "add": first + second}[name].astype(np.float16)
+            return result.view(np.uint32).reshape(32).astype(np.uint64)
         if last == "f32":
             v = [_f32(y).astype(np.float64) for y in x]
             results = {

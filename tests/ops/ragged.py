@@ -124,8 +124,8 @@ def poisoned(n: int, device: str) -> Tensor:
 
 
 def residual_tolerance(c: Collection, cs: api.CentroidScores) -> float:
-    """What the roundings add up to over a query, see api.residual_maxsim, that no passage of the collection exceeds: two
-    standard deviations above the expected largest of as many.
+    """What the roundings add up to over a query, see api.residual_maxsim: two standard deviations more than the largest
+    of as many passages is expected to be.
 
     Per query token: the table rounds uniformly within a step (step / sqrt(12)); q_d and w_d each round by a relative
     U16 / sqrt(3), over a unit query: sqrt(2 / 3) * U16 * |w|_max. Times the largest inverse norm; 1e-5 for fp32.

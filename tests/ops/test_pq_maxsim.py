@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from plaid_tilemaxsim.ops import api, pq_fast_kernel, pq_kernel, reference, tuning
+from plaid_tilemaxsim.ops import api, pq_fast_kernel, pq_kernel, reference, tuning, warp_tiles
 from tests.ops import ptx_warp
 from tests.ops.ragged import LENGTHS, U16, assert_scores, make_pq, poisoned
 
@@ -109,7 +109,7 @@ def test_ptx_of_the_fast_kernel(tmp_path, blocks, DIM, M, listed):
     memory = ptx_warp.Memory()
     out = np.full((blocks, n), np.nan, np.float32)
     arrays = [
-        pq_fast_kernel.prepare(Q).view(torch.int32).numpy(), codebook.numpy(), codes.numpy(), offsets.numpy(),
+        warp_tiles.query_fragments(Q).numpy(), codebook.numpy(), codes.numpy(), offsets.numpy(),
         None if pids is None else pids.numpy(), None, out,
     ]  # fmt: skip
     addresses = [0 if array is None else memory.add(array) for array in arrays]

@@ -279,9 +279,7 @@ def _wrap_dense_search(stock: Callable[..., Any]) -> Callable[..., Any]:
     from plaid_tilemaxsim.scorer import TUNED, TileMaxSimScorer
 
     @functools.wraps(stock)
-    def dense_search(
-        self: Any, Q: Any, k: int = 10, filter_fn: Any = None, pids: Any = None, allow: Any = None
-    ) -> Any:
+    def dense_search(self: Any, Q: Any, k: int = 10, filter_fn: Any = None, pids: Any = None, allow: Any = None) -> Any:
         pinned = vars(self).setdefault("_pinned_by_stock", {})
         if not isinstance(self.ranker, TileMaxSimScorer) or not self.ranker.serves(self.config):
             if allow is not None:
@@ -320,9 +318,7 @@ def _wrap_search_all(stock: Callable[..., Any]) -> Callable[..., Any]:
     from plaid_tilemaxsim.scorer import TileMaxSimScorer
 
     @functools.wraps(stock)
-    def _search_all_Q(
-        self: Any, queries: Any, Q: Any, k: int, filter_fn: Any = None, qid_to_pids: Any = None
-    ) -> Any:
+    def _search_all_Q(self: Any, queries: Any, Q: Any, k: int, filter_fn: Any = None, qid_to_pids: Any = None) -> Any:
         ours = isinstance(self.ranker, TileMaxSimScorer) and self.ranker.serves(self.config)
         if not ours or filter_fn is not None or qid_to_pids is not None:
             return stock(self, queries, Q, k, filter_fn=filter_fn, qid_to_pids=qid_to_pids)

@@ -132,7 +132,7 @@ def dense(
     want = reference.maxsim(Q[0], D, offsets, sample)
     if tuning.dense_is_fast(tuning.arch(data.device), dtype, precision, DIM, LQ, fixed is not None):
         kind = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype, precision)
-        shape: dict[str, Any] = {"kind": kind, "words": DIM * dtype.itemsize // 4}
+        shape: dict[str, Any] = {"kind": kind, "words": DIM * dtype.itemsize // 4, "fixed": fixed is not None}
         return Case("dense_fast", shape, run, sample, want, LQ * per_token)
     shape = {
         "itemsize": dtype.itemsize, "DIM": DIM, "LQ": LQ, "NQ": 1, "fixed_length": fixed, "precision": precision,

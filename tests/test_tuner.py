@@ -196,7 +196,7 @@ def test_classes_share_the_default(kernel):
     values = {
         "itemsize": (2, 4), "DIM": (96, 128), "LQ": (1, 16, 17, 20, 32, 100), "LQP": (16, 32), "NQ": (1, 3),
         "fixed_length": (None, 5, 100, 128, 300), "precision": ("ieee", "tf32x3"), "nbits": (2,), "blocks": (1, 3, 8),
-        "kind": ("fp16",), "words": (64,),
+        "kind": ("fp16",), "words": (64,), "fixed": (False, True),
     }  # fmt: skip
     for arch in (80, 90):
         shapes: list[dict[str, object]] = [{}]

@@ -280,8 +280,8 @@ def dense_maxsim(
     packed ``[T, DIM]`` with ``offsets`` int64 ``[N + 1]`` and optionally ``pids``. Q and D share one dtype:
     fp16, bf16 or fp32; products accumulate in fp32. ``precision`` (fp32 on the GPU, others ignore it): "tf32x3" three
     TF32 products, an error as fp32 sums have (2e-7 a similarity of unit vectors); "fp16x3" the same from three fp16
-    products and faster, for values up to 65,504 (errors grow below 6e-5) and DIM a multiple of 16; "ieee" fp32
-    products without the tensor core; "tf32" one TF32 product (about 1e-4 a similarity).
+    products and faster, for values up to 65,504, of which it takes 22 bits or to 2**-25, and DIM a multiple of 16;
+    "ieee" fp32 products without the tensor core; "tf32" one TF32 product (about 1e-4 a similarity).
     """
     device = D.device
     _require("Q", Q.dim() in (2, 3), "[LQ, DIM] or [NQ, LQ, DIM]", list(Q.shape))

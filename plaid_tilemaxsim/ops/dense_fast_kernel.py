@@ -10,9 +10,9 @@ land, in fp16 and bf16 (two values a register, k16) and in fp32 as TF32 (one val
 what exceeds the registers is read from L1.
 
 fp32 comes in three precisions. "tf32": both factors rounded to TF32. "tf32x3": x = hi + lo with hi the upper bits, and
-hi hi + hi lo + lo hi. "fp16x3" does the same with two fp16 numbers, in half as many ``mma``: lo is kept 2**11 times
-larger and meets a Q that much smaller, and Q as a whole is scaled by a power of two to the middle of fp16's range. The
-tensor core truncates when it accumulates: in both it starts a chunk's sum from zero, which is added in fp32 proper.
+hi hi + hi lo + lo hi. "fp16x3" does the same with two fp16 numbers, in half as many ``mma``; an embedding's lo is exact
+to 2**-25, and Q is scaled by a power of two to the middle of fp16's range. The tensor core truncates when it
+accumulates: in both it starts a chunk's sum from zero, which is added in fp32 proper.
 """
 
 # ruff: noqa: RUF005 (triton 3.6 has no starred tuples)
@@ -88,11 +88,9 @@ def piece(kind: str, words: int, rows: int, q_registers: int, first: bool, last:
                 h = p("cvt.rn.f16x2.f32", x[1], x[0])
                 p.lines.append(f"mov.b32 {{x0, x1}}, {h};")
                 rest = [p("sub.f32", x[i], p("cvt.f32.f16", f"x{i}")) for i in range(2)]
-                larger = [p("mul.f32", r, "0f45000000") for r in rest]  # 2**11
                 high[-1].append(h)
-                low[-1].append(p("cvt.rn.f16x2.f32", larger[1], larger[0]))
+                low[-1].append(p("cvt.rn.f16x2.f32", rest[1], rest[0]))
         a = high
-        smaller = p("mov.b32", "0x10001000")  # 2**-11, twice
     elif split:
         high = [[p("and.b32", x, _UPPER) for x in row] for row in a]
         low = [[p("sub.f32", x, h) for x, h in zip(xs, hs, strict=True)] for xs, hs in zip(a, high, strict=True)]
@@ -126,13 +124,11 @@ def piece(kind: str, words: int, rows: int, q_registers: int, first: bool, last:
                 four = [p.new() for _ in range(4)]
                 p.lines.append(f"ld.global.v4.b32 {{{', '.join(four)}}}, [{q[0]}+{j * 128}];")
                 b += four
-        if kind == "fp16x3":
-            b_smaller = [[p("mul.rn.f16x2", x, smaller) for x in b[4 * n : 4 * n + 2]] for n in range(NT)]
         for n in range(NT):
             for r in range(rows):
                 if split:
                     b_high, b_low = b[4 * n : 4 * n + 2], b[4 * n + 2 : 4 * n + 4]
-                    multiply(r, n, low, step, b_smaller[n] if kind == "fp16x3" else b_high)
+                    multiply(r, n, low, step, b_high)
                     multiply(r, n, a, step, b_low)
                     multiply(r, n, a, step, b_high)
                 else:
@@ -328,14 +324,14 @@ def dense_maxsim(
         return
     kind = _KINDS[D.dtype] if D.dtype != torch.float32 else precision
     words = DIM * D.element_size() // 4
-    launch = tuning.dense_fast_blocks(tuning.arch(D.device), kind, words)
+    layout = "packed" if offsets is not None else "fixed" if lengths is None else "padded"
+    launch = tuning.dense_fast_blocks(tuning.arch(D.device), kind, words, layout == "fixed")
     chunks = words // launch.words
     prepared, factor = prepare(Q, kind)
     blocks = prepared.size(0) // NQ
     per_chunk = prepared.size(1) // 32 // chunks
     q_registers = per_chunk if chunks == 1 and per_chunk <= launch.q_registers else 0
     pieces = [piece(kind, launch.words, launch.rows, q_registers, c == 0, c == chunks - 1) for c in range(chunks)]
-    layout = "packed" if offsets is not None else "fixed" if lengths is None else "padded"
     programs = launch.programs_per_sm * tuning.num_sms(D.device)
     group = launch.group if pids is None and n >= 4 * launch.group * programs else 1
     for block in range(NQ * blocks):

@@ -175,10 +175,10 @@ class ResidualBatchBlocks:
     programs_per_sm: int
 
 
-@tunable("residual_batch", BLOCKS=(2, 4, 8), group=(1, 16, 64), maxnreg=(None, 168), programs_per_sm=(6, 8, 10, 12))
+@tunable("residual_batch", BLOCKS=(2, 4, 8), group=(1, 16, 64), maxnreg=(None, 168), programs_per_sm=(8, 12))
 def residual_batch_blocks(arch: int, nbits: int) -> ResidualBatchBlocks:
-    """``residual_batch_kernel``: of several queries."""
-    return ResidualBatchBlocks(BLOCKS=4, group=16, maxnreg=None, programs_per_sm=11)
+    """``residual_batch_kernel``: of several queries. Measured on an H200 (sm_90); 8 blocks give 10% more, but spill."""
+    return ResidualBatchBlocks(BLOCKS=4, group=16, maxnreg=None, programs_per_sm=8)
 
 
 def residual_batch_is_fast(arch: int, nbits: int, DIM: int) -> bool:
@@ -207,9 +207,9 @@ class PQBlocks:
 def pq_blocks(arch: int, DIM: int, blocks: int) -> PQBlocks:
     """The fast kernel (``pq_fast_kernel``) for a number of blocks of 32 query tokens; DIM 128 measured on an H200."""
     if blocks == 1:
-        return PQBlocks(1, 1, group=16, maxnreg=136 if DIM <= 128 else None, programs_per_sm=15 if DIM <= 128 else 12)
+        return PQBlocks(1, 1, group=16, maxnreg=168 if DIM <= 128 else None, programs_per_sm=12)
     if DIM <= 128:
-        return PQBlocks(BLOCKS=4, tiles=2, group=16, maxnreg=None, programs_per_sm=11)
+        return PQBlocks(BLOCKS=4, tiles=2, group=16, maxnreg=None, programs_per_sm=8)
     # a tile's centroids stay in DIM / 4 registers until the last block has used them
     together = 4 if DIM <= 256 else 2 if DIM <= 512 else 1
     return PQBlocks(BLOCKS=together, tiles=1, group=16, maxnreg=None, programs_per_sm=8)
@@ -255,20 +255,28 @@ class DenseFastBlocks:
     "dense_fast",
     rows=(1, 2),
     group=(1, 16, 64),
-    maxnreg=(None, 128, 144, 168, 200),
-    programs_per_sm=(8, 10, 12, 14, 16),
+    maxnreg=(None, 128, 168),
+    programs_per_sm=(8, 12, 16, 20),
 )
-def dense_fast_blocks(arch: int, kind: str, words: int) -> DenseFastBlocks:
+def dense_fast_blocks(arch: int, kind: str, words: int, fixed: bool) -> DenseFastBlocks:
     """``dense_fast_kernel`` for rows of ``words`` 4-byte words; ``kind``: fp16, bf16, tf32, tf32x3 or fp16x3.
 
-    Measured on an H200 (sm_90). Rows of at most 256 bytes keep Q in registers and take 32 tokens at a time; of wider
-    ones 16 tokens and 256 bytes at a time, since longer pieces of a row suit the memory better.
+    ``fixed``: passages of one length. Measured on an H200 (sm_90). Rows of at most 256 bytes keep Q in registers and
+    take 32 tokens at a time; of wider ones 16 tokens and 256 bytes at a time, since longer pieces of a row suit the
+    memory better. Each quarter of a multiprocessor has 16,384 registers: single warps go 2, 3, 4 or 5 to a quarter with
+    up to 255, 168, 128 or 96 of them, and nothing between is of use.
     """
     chunk = next(w for w in range(64, 0, -16) if words % w == 0)
-    rows, maxnreg, programs = 1, 184, 11
-    if kind in ("fp16", "bf16") and words <= 64:
-        rows, maxnreg, programs = 2, None if words > 32 else 128, 8 if words > 32 else 16
-    return DenseFastBlocks(rows, chunk, q_registers=64, group=16, maxnreg=maxnreg, programs_per_sm=programs)
+    rows, maxnreg, programs, group = 1, 168, 12, 16
+    if kind in ("fp16", "bf16") and words <= 32:
+        rows, maxnreg, programs = 2, 128, 16
+    elif kind in ("fp16", "bf16") and words <= 64:
+        rows, maxnreg, programs, group = 2, None, 8, 1
+    elif kind in ("tf32x3", "fp16x3"):
+        maxnreg, programs = None, 16
+    elif fixed:
+        maxnreg, programs = 128, 16
+    return DenseFastBlocks(rows, chunk, q_registers=64, group=group, maxnreg=maxnreg, programs_per_sm=programs)
 
 
 def dense_is_fast(arch: int, dtype: torch.dtype, precision: str, DIM: int, columns: int, fixed: bool) -> bool:

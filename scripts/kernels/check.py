@@ -99,6 +99,11 @@ def centroid_budget(data: Data) -> float:
     return len(data.Q) * (data.cs.scale.item() / 2 + 2.5e-6)
 
 
+def batch_budget(data: Data) -> float:
+    """Four standard deviations: q and the embedding rounded to fp16 (api.residual_maxsim_batch), of unit vectors."""
+    return 4 * len(data.Q) ** 0.5 * (2 / 3) ** 0.5 * U16 / data.Q.size(1) ** 0.5 + 1e-5
+
+
 def pq_budget(LQ: int, DIM: int) -> float:
     """Four standard deviations of q rounded to fp16 (api.pq_maxsim), and DIM additions in fp32."""
     return 4 * LQ**0.5 * U16 / (3 * DIM) ** 0.5 + LQ * DIM * U24

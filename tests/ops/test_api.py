@@ -130,7 +130,11 @@ def test_pq_codes_that_vector_loads_cannot_read_are_refused(monkeypatch):
         (torch.zeros(2, 9, 64).half(), {}, "D (without offsets: padded).dtype: expected torch.float32"),
         (torch.zeros(2, 9, 64), {"lengths": torch.zeros(3).int()}, "lengths.shape: expected [2], got [3]"),
         (torch.zeros(2, 9, 64), {"pids": torch.zeros(3).int()}, "pids: expected None for padded D"),
-        (torch.zeros(2, 9, 64), {"precision": "fp16"}, "precision: expected ('tf32x3', 'fp16x3', 'ieee', 'tf32'), got fp16"),
+        (
+            torch.zeros(2, 9, 64),
+            {"precision": "fp16"},
+            "precision: expected ('tf32x3', 'fp16x3', 'ieee', 'tf32'), got fp16",
+        ),
         (torch.zeros(2, 9, 64), {"out": torch.zeros(1, 2)}, "out.shape: expected [2], got [1, 2]"),
     ],
 )

@@ -57,7 +57,7 @@ def main() -> int:
     queries = (stored["Q"] if isinstance(stored, dict) else stored).float()
     index = read_index(args.index)
     oracle = Oracle(index)
-    _, systems, _ = open_systems(["plaid", "tilemaxsim"], args.index)
+    systems = open_systems(["plaid:device=cpu", "tilemaxsim"], args.index).systems
     stock, ours = systems
 
     figures: dict[str, float] = {}
@@ -72,8 +72,7 @@ def main() -> int:
             agreement = compare(side(stock, knobs, sample), side(ours, knobs, sample), oracle, sample, knobs, ids)
             problems += [f"threads {threads}, k {k}: {failure}" for failure in agreement["failures"]]
             times = measure_latency(
-                systems, queries[: args.timed], knobs, warmup=args.warmup, repeats=args.repeats,
-                device=torch.device("cpu"),
+                systems, queries[: args.timed], knobs, warmup=args.warmup, repeats=args.repeats
             )  # fmt: skip
             a, b = times[stock.name]["search"], times[ours.name]["search"]
             ratio = a["p50"] / b["p50"]

@@ -77,9 +77,9 @@ def piece(kind: str, words: int, rows: int, q_registers: int, first: bool, last:
     inputs = next(number) - len(out)
 
     split = kind in SPLIT
+    high: list[list[str]] = []
     low: list[list[str]] = []
     if kind == "fp16x3":
-        high = []
         p.lines.append(".reg .b16 x<2>;")
         for row in a:
             high.append([])
@@ -147,8 +147,7 @@ def piece(kind: str, words: int, rows: int, q_registers: int, first: bool, last:
                 p.lines.append(f"mov.b32 {out[2 * n + half]}, {best};")
     else:
         flat = [x for row in acc for quad in row for x in quad]
-        for o, x in zip(out, flat, strict=True):
-            p.lines.append(f"mov.b32 {o}, {x};")
+        p.lines += [f"mov.b32 {o}, {x};" for o, x in zip(out, flat, strict=True)]
     in_constraints = ["r"] * inputs
     if not q_registers:
         in_constraints[-1] = "l"
@@ -219,7 +218,7 @@ def _dense_maxsim_kernel(
                 following = _load_chunk(base, start_y, left_y, row, 0, ROWS, WORDS, ROW_BYTES)
             q_here = q
             if Q_REGISTERS == 0:
-                q_here = (q_address + c * Q_BYTES,)
+                q_here = (q_address + c * Q_BYTES,)  # type: ignore[assignment]
             if c + 1 < CHUNKS:
                 sums = tl.inline_asm_elementwise(
                     ASM[c], CONSTRAINTS[c], words + sums + q_here, dtype=(tl.int32,) * OUTPUTS, is_pure=True, pack=1

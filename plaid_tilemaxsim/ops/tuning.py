@@ -267,6 +267,7 @@ def dense_fast_blocks(arch: int, kind: str, words: int, fixed: bool) -> DenseFas
     up to 255, 168, 128 or 96 of them, and nothing between is of use.
     """
     chunk = next(w for w in range(64, 0, -16) if words % w == 0)
+    maxnreg: int | None
     rows, maxnreg, programs, group = 1, 168, 12, 16
     if kind in ("fp16", "bf16") and words <= 32:
         rows, maxnreg, programs = 2, 128, 16

@@ -157,9 +157,7 @@ def test_arguments(tmp_path: Path) -> None:
 
 
 def quantised(index: PlaidIndex) -> tuple[Tensor, float, float]:
-    return quantised_inverse_norms(
-        index.codes(), index.residuals(), index.centroids, index.bucket_weights, index.nbits
-    )
+    return quantised_inverse_norms(index.codes(), index.residuals(), index.centroids, index.bucket_weights, index.nbits)
 
 
 @pytest.mark.parametrize(("dim", "nbits"), SHAPES)
@@ -257,9 +255,7 @@ def test_plan_counts_every_tensor_of_a_resident_index(tmp_path: Path) -> None:
     assert (gpu.host_bytes, host.host_bytes) == (0, got.residuals.nbytes + got.ivf_pids.nbytes)
 
 
-def test_plan_by_free_memory(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_by_free_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     index = make(tmp_path / "i", 128, 2)
     gpu, host = (plan_for(index, name).device_bytes for name in ("gpu", "host"))
     with caplog.at_level(logging.INFO, "plaid_tilemaxsim"):

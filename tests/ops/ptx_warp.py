@@ -234,7 +234,8 @@ class Kernel:
                 dtype = kind[7]
                 shape = "m16n8k8" if dtype == "tf32" else "m16n8k16"
                 assert op == f"mma.sync.aligned.{shape}.row.col.f32.{dtype}.{dtype}.f32"
-                results = mma(*[[read(n) for n in many(x)] for x in args[1:]], dtype=dtype)
+                a, b, c = ([read(n) for n in many(x)] for x in args[1:])
+                results = mma(a, b, c, dtype)
                 for name, value in zip(many(args[0]), results, strict=True):
                     write(name, value, live)
                 continue

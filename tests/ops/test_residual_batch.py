@@ -16,7 +16,7 @@ from torch.nn.functional import normalize
 from plaid_tilemaxsim.ops import api, reference, residual_batch_kernel, tuning, warp_tiles
 from plaid_tilemaxsim.ops.residual_batch_kernel import k_order
 from tests.ops import ptx_warp
-from tests.ops.ragged import LENGTHS, U16, assert_scores, make_collection, poisoned, quantised
+from tests.ops.ragged import LENGTHS, U16, Collection, assert_scores, make_collection, poisoned, quantised
 
 no_gpu = pytest.mark.skipif(not tuning.interpreted(), reason="uses the interpreter: for machines without a GPU")
 
@@ -33,7 +33,7 @@ def queries(c, NQ: int, LQ: int):
     return normalize(torch.randn(NQ, LQ, c.Q.size(1), generator=g), dim=-1).to(c.device)
 
 
-def expected(c, Q, pids=None):
+def expected(c: Collection, Q, pids=None):
     return torch.stack([reference.residual_maxsim(q, *c.raw, pids=pids) for q in Q])
 
 
@@ -62,7 +62,7 @@ def test_every_query_scores_like_the_oracle(device, NQ, LQ, DIM, nbits, listed):
         Q, c.centroids, c.codes, c.residuals, *c.stored, c.bucket_weights, nbits, c.offsets, pids, out, count,
         impl="triton",
     )  # fmt: skip
-    if listed:
+    if pids is not None:
         assert out[:, 4:].isnan().all()
         out, pids = out[:, :4], pids[:4]
     for got, want in zip(out, expected(c, Q, pids), strict=True):

@@ -15,8 +15,6 @@ to 2**-25, and Q is scaled by a power of two to the middle of fp16's range. The 
 accumulates: in both it starts a chunk's sum from zero, which is added in fp32 proper.
 """
 
-# ruff: noqa: RUF005 (triton 3.6 has no starred tuples)
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -28,7 +26,19 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tuning
-from .warp_tiles import NT, TOKENS, Ptx, advance, load, next_passage, pid_at, reduce_ptx, token_range
+from .warp_tiles import (
+    NT,
+    TOKENS,
+    Ptx,
+    advance,
+    dealt,
+    load,
+    next_passage,
+    pid_at,
+    reduction,
+    sum_of_maxima,
+    token_range,
+)
 
 _KINDS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "tf32"}
 _MMA = {
@@ -195,7 +205,9 @@ def _dense_maxsim_kernel(
     TOKENS: tl.constexpr = 16 * ROWS
     ROW_BYTES: tl.constexpr = WORDS * CHUNKS * 4
 
-    # The walk: tile x is computed, y comes next; passage a after y's, b after a.
+    # The walk: tile x is computed, y comes next; passage a after y's, b after a. Its start is first_tile written out: with
+    # the call, triton 3.9's ptxas takes fewer registers for fp16x3 at DIM 80, and spills.
+    # As next_passage, pid_at, token_range, written out: with the call triton 3.9's ptxas takes fewer registers for fp16x3 at DIM 80, and spills.
     i_y = tl.program_id(0) * GROUP
     i_a = next_passage(i_y, step, GROUP)
     i_b = next_passage(i_a, step, GROUP)
@@ -230,11 +242,7 @@ def _dense_maxsim_kernel(
                 )  # fmt: skip
             words = following
         if left_x <= TOKENS:
-            best = tl.inline_asm_elementwise(
-                REDUCE_ASM, REDUCE_CONSTRAINTS, maxima + (lane,), dtype=tl.int32, is_pure=True, pack=1
-            )
-            # columns past the query's end are zero for every token
-            score = tl.sum(best.to(tl.float32, bitcast=True), 0)
+            score = sum_of_maxima(maxima, lane, REDUCE_ASM, REDUCE_CONSTRAINTS)
             if SCALED:
                 score *= tl.load(scale_ptr)
             score = tl.where(left_x <= 0, float("-inf"), score)
@@ -331,10 +339,10 @@ def dense_maxsim(
     per_chunk = prepared.size(1) // 32 // chunks
     q_registers = per_chunk if chunks == 1 and per_chunk <= launch.q_registers else 0
     pieces = [piece(kind, launch.words, launch.rows, q_registers, c == 0, c == chunks - 1) for c in range(chunks)]
-    programs = launch.programs_per_sm * tuning.num_sms(D.device)
-    group = launch.group if pids is None and n >= 4 * launch.group * programs else 1
+    programs, group = dealt(launch.programs_per_sm, launch.group, pids, n, D.device)
+    reduce_asm, reduce_constraints = reduction(NT, "max.f32")
     for block in range(NQ * blocks):
-        _dense_maxsim_kernel[(min(programs, n),)](
+        _dense_maxsim_kernel[(programs,)](
             prepared[block],
             factor,
             D,
@@ -347,8 +355,8 @@ def dense_maxsim(
             ASM=tuple(p.asm for p in pieces),
             CONSTRAINTS=tuple(p.constraints for p in pieces),
             OUTPUTS=launch.rows * NT * 4,
-            REDUCE_ASM=reduce_ptx(NT, "max.f32"),
-            REDUCE_CONSTRAINTS=",".join(["=r"] + ["r"] * (2 * NT + 1)),
+            REDUCE_ASM=reduce_asm,
+            REDUCE_CONSTRAINTS=reduce_constraints,
             NT=NT,
             ROWS=launch.rows,
             WORDS=launch.words,

@@ -29,15 +29,17 @@ from . import tuning
 from .warp_tiles import (
     NT,
     Ptx,
+    add_blocks,
     advance,
     best_of_blocks,
+    dealt,
+    first_tile,
     load,
-    next_passage,
-    pid_at,
+    load_once,
     query_fragments,
-    reduce_ptx,
-    token_range,
-)  # fmt: skip
+    reduction,
+    sum_of_maxima,
+)
 
 # Q fragments stay in registers up to this many, else they are read from L1 for every tile.
 _MAX_Q_REGISTERS = 64
@@ -55,8 +57,6 @@ class Tile:
     q_registers: int
     asm: str
     constraints: str
-    reduce_asm: str
-    reduce_constraints: str
 
 
 @lru_cache
@@ -108,8 +108,6 @@ def tile(M: int, DIM: int, blocks: int, tiles: int) -> Tile:
         q_registers=q_registers if in_registers else 0,
         asm=p.text(),
         constraints=",".join(["=&r"] * len(out) + in_constraints),
-        reduce_asm=reduce_ptx(NT, "max.f32"),
-        reduce_constraints=",".join(["=r"] + ["r"] * (2 * NT + 1)),
     )
 
 
@@ -119,16 +117,7 @@ def _load_codes(codes_at, start, left, row, M: tl.constexpr, ROWS: tl.constexpr)
     words = ()
     for r in tl.static_range(ROWS):
         token = start + tl.minimum(left - 1, row + 8 * r)
-        if M == 4:
-            words = words + load(codes_at, token, M, "L1::no_allocate.u8", 1)
-        elif M == 8:
-            words = words + load(codes_at, token, M, "L1::no_allocate.u16", 1)
-        elif M == 16:
-            words = words + load(codes_at, token, M, "L1::no_allocate.b32", 1)
-        elif M == 32:
-            words = words + load(codes_at, token, M, "L1::no_allocate.v2.b32", 2)
-        else:
-            words = words + load(codes_at, token, M, "L1::no_allocate.v4.b32", 4)
+        words = words + load_once(codes_at, token, M, M // 4)
     return words
 
 
@@ -159,12 +148,7 @@ def _pq_maxsim_kernel(
     codes_at = (codes_ptr + t * (M // 4)).to(tl.int64)
 
     # The walk: tile x is computed, of y the codes are being loaded; passage a comes after y's, b after a.
-    i_y = tl.program_id(0) * GROUP
-    i_a = next_passage(i_y, step, GROUP)
-    i_b = next_passage(i_a, step, GROUP)
-    pid_b = pid_at(pids_ptr, i_b, n, HAS_PIDS)
-    start_y, left_y = token_range(offsets_ptr, pid_at(pids_ptr, i_y, n, HAS_PIDS), 0, "packed")
-    start_a, left_a = token_range(offsets_ptr, pid_at(pids_ptr, i_a, n, HAS_PIDS), 0, "packed")
+    i_y, start_y, left_y, i_a, start_a, left_a, i_b, pid_b = first_tile(offsets_ptr, pids_ptr, n, step, HAS_PIDS, GROUP)
     i_x, left_x = i_y, left_y
     x = _load_codes(codes_at, start_y, left_y, row, M, 2 * TILES)
     i_y, start_y, left_y, i_a, start_a, left_a, i_b, pid_b = advance(
@@ -179,12 +163,8 @@ def _pq_maxsim_kernel(
         )
         if left_x <= 16 * TILES:
             for block in tl.static_range(BLOCKS):
-                best = tl.inline_asm_elementwise(
-                    REDUCE_ASM, REDUCE_CONSTRAINTS, maxima[2 * NT * block : 2 * NT * (block + 1)] + (lane,),
-                    dtype=tl.int32, is_pure=True, pack=1,
-                )  # fmt: skip
-                # columns past the query's end are zero for every token
-                score = tl.sum(best.to(tl.float32, bitcast=True), 0)
+                block_maxima = maxima[2 * NT * block : 2 * NT * (block + 1)]
+                score = sum_of_maxima(block_maxima, lane, REDUCE_ASM, REDUCE_CONSTRAINTS)
                 score = tl.where(left_x <= 0, float("-inf"), score)
                 tl.store(out_ptr + block * num_pids.to(tl.int64) + i_x, score, mask=i_x < n)
             maxima = nothing
@@ -221,12 +201,12 @@ def pq_maxsim(
     launch = tuning.pq_blocks(tuning.arch(Q.device), DIM, blocks)
     # one row of scores for every block of query tokens; a query of one block writes where it belongs
     rows = out if blocks == NQ else torch.zeros(blocks, n, device=Q.device)
-    programs = launch.programs_per_sm * tuning.num_sms(Q.device)
-    group = launch.group if pids is None and n >= 4 * launch.group * programs else 1
+    programs, group = dealt(launch.programs_per_sm, launch.group, pids, n, Q.device)
+    reduce_asm, reduce_constraints = reduction(NT, "max.f32")
     for first in range(0, blocks, launch.BLOCKS):
         together = min(launch.BLOCKS, blocks - first)
         shape = tile(M, DIM, together, launch.tiles)
-        _pq_maxsim_kernel[(min(programs, n),)](
+        _pq_maxsim_kernel[(programs,)](
             fragments[first],
             codebook,
             codes,
@@ -237,8 +217,8 @@ def pq_maxsim(
             n,
             ASM=shape.asm,
             CONSTRAINTS=shape.constraints,
-            REDUCE_ASM=shape.reduce_asm,
-            REDUCE_CONSTRAINTS=shape.reduce_constraints,
+            REDUCE_ASM=reduce_asm,
+            REDUCE_CONSTRAINTS=reduce_constraints,
             M=M,
             DIM=DIM,
             NT=NT,
@@ -252,8 +232,4 @@ def pq_maxsim(
             num_warps=1,
         )
     if rows is not out:
-        total = rows.view(NQ, -1, n).sum(1)
-        if count is None:
-            out.copy_(total)
-        else:
-            torch.where(torch.arange(n, device=Q.device) < count, total, out, out=out)
+        add_blocks(rows, out, count)

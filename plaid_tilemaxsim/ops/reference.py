@@ -12,6 +12,7 @@ scores -inf; maxima are not clamped at zero. All tensors of a call live on one d
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -75,6 +76,18 @@ def _sum_of_maxima(similarities: Tensor, owner: Tensor, n: int) -> Tensor:
     return maxima.scatter_reduce_(0, owner[:, None].expand_as(similarities), similarities, "amax").sum(1)
 
 
+def _by_chunks(
+    similarities: Callable[[Tensor], Tensor], offsets: Tensor, pids: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Scores ``[n]`` from ``similarities`` of token numbers, fp ``[T, LQ]``, a chunk of passages at a time."""
+    first, lengths = _passages(offsets, pids)
+    scores = torch.empty(lengths.numel(), dtype=dtype, device=offsets.device)
+    for chunk in _chunks(lengths):
+        rows, owner = _rows(first[chunk], lengths[chunk])
+        scores[chunk] = _sum_of_maxima(similarities(rows), owner, chunk.stop - chunk.start)
+    return scores
+
+
 def maxsim(
     Q: Tensor, D: Tensor, offsets: Tensor, pids: Tensor | None = None, dtype: torch.dtype = torch.float64
 ) -> Tensor:
@@ -99,13 +112,11 @@ def residual_maxsim(
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """MaxSim over compressed passages: :func:`maxsim` of :func:`decompress`; scores ``[n]`` in ``dtype``."""
-    first, lengths = _passages(offsets, pids)
-    scores = Q.new_empty(lengths.numel(), dtype=dtype)
-    for chunk in _chunks(lengths):
-        rows, owner = _rows(first[chunk], lengths[chunk])
-        e = decompress(codes[rows], residuals[rows], centroids, bucket_weights, nbits, dtype)
-        scores[chunk] = _sum_of_maxima(e @ Q.to(dtype).T, owner, chunk.stop - chunk.start)
-    return scores
+
+    def similarities(rows: Tensor) -> Tensor:
+        return decompress(codes[rows], residuals[rows], centroids, bucket_weights, nbits, dtype) @ Q.to(dtype).T
+
+    return _by_chunks(similarities, offsets, pids, dtype)
 
 
 def centroid_maxsim(
@@ -124,12 +135,7 @@ def centroid_maxsim(
     cs = centroids.to(dtype) @ Q.to(dtype).T  # [C, LQ]
     if threshold is not None:
         cs[cs.amax(1) < threshold] = float("-inf")
-    first, lengths = _passages(offsets, pids)
-    scores = Q.new_empty(lengths.numel(), dtype=dtype)
-    for chunk in _chunks(lengths):
-        rows, owner = _rows(first[chunk], lengths[chunk])
-        scores[chunk] = _sum_of_maxima(cs[codes[rows].long()], owner, chunk.stop - chunk.start)
-    return scores
+    return _by_chunks(lambda rows: cs[codes[rows].long()], offsets, pids, dtype)
 
 
 def pq_decode(codes: Tensor, codebook: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -150,10 +156,4 @@ def pq_maxsim(
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """MaxSim over product-quantised passages: :func:`maxsim` of :func:`pq_decode`; scores ``[n]`` in ``dtype``."""
-    first, lengths = _passages(offsets, pids)
-    scores = Q.new_empty(lengths.numel(), dtype=dtype)
-    for chunk in _chunks(lengths):
-        rows, owner = _rows(first[chunk], lengths[chunk])
-        e = pq_decode(codes[rows], codebook, dtype)
-        scores[chunk] = _sum_of_maxima(e @ Q.to(dtype).T, owner, chunk.stop - chunk.start)
-    return scores
+    return _by_chunks(lambda rows: pq_decode(codes[rows], codebook, dtype) @ Q.to(dtype).T, offsets, pids, dtype)

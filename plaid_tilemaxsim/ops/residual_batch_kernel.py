@@ -28,14 +28,16 @@ from .residual_fast_kernel import decode4, decode_nibbles, pieces
 from .warp_tiles import (
     NT,
     Ptx,
+    add_blocks,
     advance,
     best_of_blocks,
+    dealt,
+    first_tile,
     load,
-    next_passage,
-    pid_at,
+    load_once,
     query_fragments,
-    reduce_ptx,
-    token_range,
+    reduction,
+    sum_of_maxima,
 )
 
 TILES = 2  # of 16 tokens that share the fragments of Q
@@ -66,6 +68,12 @@ def k_order(nbits: int, DIM: int) -> tuple[int, ...]:
     return tuple(dim for quarter in quarters for dim in quarter)
 
 
+@lru_cache
+def _indices(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64: sent to the device once, since a copy from pageable memory waits for it."""
+    return torch.tensor(values).to(device)
+
+
 _ordered: dict[int, tuple[weakref.ref[Tensor], int, int, Tensor]] = {}
 
 
@@ -75,16 +83,15 @@ def ordered_centroids(centroids: Tensor, nbits: int) -> Tensor:
     held = _ordered.get(key)
     if held is not None and held[0]() is centroids and held[1:3] == (version, nbits):
         return held[3]
-    order = torch.tensor(k_order(nbits, centroids.size(1)), device=centroids.device)
-    ordered = centroids[:, order]
+    ordered = centroids[:, _indices(k_order(nbits, centroids.size(1)), centroids.device)]
     _ordered[key] = (weakref.ref(centroids, lambda _: _ordered.pop(key, None)), version, nbits, ordered)
     return ordered
 
 
 def weight_table(bucket_weights: Tensor, nbits: int) -> Tensor:
     """int32 [2] or [8]: low bytes of the fp16 weights, then high bytes, where the bits of a slot, reversed, say."""
-    reverse = [int(f"{v:0{nbits}b}"[::-1], 2) for v in range(2**nbits)]
-    halves = bucket_weights[torch.tensor(reverse, device=bucket_weights.device)].half().view(torch.int16).int()
+    reverse = tuple(int(f"{v:0{nbits}b}"[::-1], 2) for v in range(2**nbits))
+    halves = bucket_weights[_indices(reverse, bucket_weights.device)].half().view(torch.int16).int()
     halves = torch.nn.functional.pad(halves, (0, max(0, 4 - 2**nbits))).view(-1, 4)
     shifts = torch.arange(0, 32, 8, device=halves.device)
     return torch.cat([((halves >> at & 255) << shifts).sum(1) for at in (0, 8)]).to(torch.int32)
@@ -175,15 +182,7 @@ def _load_rows(
         token = start + tl.minimum(left - 1, row + 8 * r)
         rows = rows + load(codes_at, token, 4, "b32", 1)
         for k in tl.static_range(len(LOADS)):
-            # read once: not kept in L1
-            if LOADS[k] == 8:
-                rows = rows + load(residuals_at[k], token, ROW_BYTES, "L1::no_allocate.v2.b32", 2)
-            elif LOADS[k] == 4:
-                rows = rows + load(residuals_at[k], token, ROW_BYTES, "L1::no_allocate.b32", 1)
-            elif LOADS[k] == 2:
-                rows = rows + load(residuals_at[k], token, ROW_BYTES, "L1::no_allocate.u16", 1)
-            else:
-                rows = rows + load(residuals_at[k], token, ROW_BYTES, "L1::no_allocate.u8", 1)
+            rows = rows + load_once(residuals_at[k], token, ROW_BYTES, LOADS[k])
         if INV_BYTES == 2:
             stored = load(inv_norms_at, token, 2, "u16", 1)[0].to(tl.float32)
         else:
@@ -224,12 +223,7 @@ def _residual_batch_kernel(
     TOKENS: tl.constexpr = 16 * TILES
 
     # The walk: tile x is computed, y is being loaded; passage a comes after y's, b after a.
-    i_y = tl.program_id(0) * GROUP
-    i_a = next_passage(i_y, step, GROUP)
-    i_b = next_passage(i_a, step, GROUP)
-    pid_b = pid_at(pids_ptr, i_b, n, HAS_PIDS)
-    start_y, left_y = token_range(offsets_ptr, pid_at(pids_ptr, i_y, n, HAS_PIDS), 0, "packed")
-    start_a, left_a = token_range(offsets_ptr, pid_at(pids_ptr, i_a, n, HAS_PIDS), 0, "packed")
+    i_y, start_y, left_y, i_a, start_a, left_a, i_b, pid_b = first_tile(offsets_ptr, pids_ptr, n, step, HAS_PIDS, GROUP)
     i_x, left_x = i_y, left_y
     x = _load_rows(
         start_y, left_y, row, codes_at, residuals_at, inv_norms_at, inv_norm_lo, inv_norm_step,
@@ -251,12 +245,8 @@ def _residual_batch_kernel(
         )  # fmt: skip
         if left_x <= TOKENS:
             for block in tl.static_range(BLOCKS):
-                best = tl.inline_asm_elementwise(
-                    REDUCE_ASM, REDUCE_CONSTRAINTS, maxima[2 * NT * block : 2 * NT * (block + 1)] + (lane,),
-                    dtype=tl.int32, is_pure=True, pack=1,
-                )  # fmt: skip
-                # columns past the query's end are zero for every token
-                score = tl.sum(best.to(tl.float32, bitcast=True), 0)
+                block_maxima = maxima[2 * NT * block : 2 * NT * (block + 1)]
+                score = sum_of_maxima(block_maxima, lane, REDUCE_ASM, REDUCE_CONSTRAINTS)
                 score = tl.where(left_x <= 0, float("-inf"), score)
                 tl.store(out_ptr + block * num_pids.to(tl.int64) + i_x, score, mask=i_x < n)
             maxima = nothing
@@ -293,18 +283,18 @@ def residual_maxsim(
     if codes.size(0) == 0:
         out.fill_(float("-inf"))
         return
-    fragments = query_fragments(Q[:, :, torch.tensor(k_order(nbits, DIM), device=Q.device)])
+    fragments = query_fragments(Q[:, :, _indices(k_order(nbits, DIM), Q.device)])
     blocks = fragments.size(0)
     launch = tuning.residual_batch_blocks(tuning.arch(Q.device), nbits)
     # one row of scores for every block of query tokens; a query of one block writes where it belongs
     rows = out if blocks == NQ else torch.zeros(blocks, n, device=Q.device)
-    programs = launch.programs_per_sm * tuning.num_sms(Q.device)
-    group = launch.group if pids is None and n >= 4 * launch.group * programs else 1
+    programs, group = dealt(launch.programs_per_sm, launch.group, pids, n, Q.device)
     ordered, table = ordered_centroids(centroids, nbits), weight_table(bucket_weights, nbits)
+    reduce_asm, reduce_constraints = reduction(NT, "max.f32")
     for first in range(0, blocks, launch.BLOCKS):
         together = min(launch.BLOCKS, blocks - first)
         shape = tile(nbits, DIM, together)
-        _residual_batch_kernel[(min(programs, n),)](
+        _residual_batch_kernel[(programs,)](
             fragments[first],
             table,
             ordered,
@@ -320,8 +310,8 @@ def residual_maxsim(
             n,
             ASM=shape.asm,
             CONSTRAINTS=shape.constraints,
-            REDUCE_ASM=reduce_ptx(NT, "max.f32"),
-            REDUCE_CONSTRAINTS=",".join(["=r"] + ["r"] * (2 * NT + 1)),
+            REDUCE_ASM=reduce_asm,
+            REDUCE_CONSTRAINTS=reduce_constraints,
             NT=NT,
             BLOCKS=together,
             TILES=TILES,
@@ -338,8 +328,4 @@ def residual_maxsim(
             num_warps=1,
         )
     if rows is not out:
-        total = rows.view(NQ, -1, n).sum(1)
-        if count is None:
-            out.copy_(total)
-        else:
-            torch.where(torch.arange(n, device=Q.device) < count, total, out, out=out)
+        add_blocks(rows, out, count)

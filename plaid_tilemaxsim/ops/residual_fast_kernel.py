@@ -34,7 +34,16 @@ from torch import Tensor
 from . import tuning
 from .api import CentroidScores
 from .tuned import tunable
-from .warp_tiles import Ptx, advance, load, next_passage, pid_at, reduce_ptx, tile_tokens, token_range
+from .warp_tiles import (
+    Ptx,
+    advance,
+    dealt,
+    first_tile,
+    load,
+    load_once,
+    reduction,
+    tile_tokens,
+)
 
 # The workspace of a block of query tokens, in words: decode table at 0, BIAS at 8, a constant per query token at 32, Q
 # fragments from 64 on.
@@ -237,6 +246,7 @@ def tile(nbits: int, DIM: int, NT: int) -> Tile:
     if not in_registers:
         in_constraints[-1] = "l"
     constraints = ",".join(["=&r"] * (2 * NT) + in_constraints)
+    reduce_asm, reduce_constraints = reduction(NT, "max.s32")
     return Tile(
         NT=NT,
         KSTEPS=ksteps,
@@ -245,8 +255,8 @@ def tile(nbits: int, DIM: int, NT: int) -> Tile:
         tables=len(table),
         asm=p.text(),
         constraints=constraints,
-        reduce_asm=reduce_ptx(NT),
-        reduce_constraints=",".join(["=r"] + ["r"] * (2 * NT + 1)),
+        reduce_asm=reduce_asm,
+        reduce_constraints=reduce_constraints,
     )
 
 
@@ -364,15 +374,7 @@ def _load_tile(
     for r in tl.static_range(2):
         entries = entries + load(table, codes[r], LQP * 2, "v4.b32" if NT == 4 else "v2.b32", NT)
         for k in tl.static_range(len(LOADS)):
-            # read once: not kept in L1
-            if LOADS[k] == 8:
-                words = words + load(residuals[k], tokens[r], ROW_BYTES, "L1::no_allocate.v2.b32", 2)
-            elif LOADS[k] == 4:
-                words = words + load(residuals[k], tokens[r], ROW_BYTES, "L1::no_allocate.b32", 1)
-            elif LOADS[k] == 2:
-                words = words + load(residuals[k], tokens[r], ROW_BYTES, "L1::no_allocate.u16", 1)
-            else:
-                words = words + load(residuals[k], tokens[r], ROW_BYTES, "L1::no_allocate.u8", 1)
+            words = words + load_once(residuals[k], tokens[r], ROW_BYTES, LOADS[k])
         inverse = inverse + load(inv_norms, tokens[r], INV_BYTES, "u16" if INV_BYTES == 2 else "b32", 1)
     return words, entries, inverse
 
@@ -422,12 +424,7 @@ def _residual_maxsim_kernel(
         residuals_at = residuals_at + ((residuals_ptr + LOADS_AT[k] + t * LOADS[k]).to(tl.int64),)  # type: ignore[assignment]
 
     # The walk: tile x is computed, y is being loaded, of z the codes; passage a comes after z's, b after a.
-    i_z = tl.program_id(0) * GROUP
-    i_a = next_passage(i_z, step, GROUP)
-    i_b = next_passage(i_a, step, GROUP)
-    pid_b = pid_at(pids_ptr, i_b, n, HAS_PIDS)
-    start_z, left_z = token_range(offsets_ptr, pid_at(pids_ptr, i_z, n, HAS_PIDS), 0, "packed")
-    start_a, left_a = token_range(offsets_ptr, pid_at(pids_ptr, i_a, n, HAS_PIDS), 0, "packed")
+    i_z, start_z, left_z, i_a, start_a, left_a, i_b, pid_b = first_tile(offsets_ptr, pids_ptr, n, step, HAS_PIDS, GROUP)
     i_x, left_x = i_z, left_z
     tokens = tile_tokens(start_z, left_z, row)
     codes = load(codes_at, tokens[0], 4, "b32", 1) + load(codes_at, tokens[1], 4, "b32", 1)
@@ -593,11 +590,9 @@ def residual_maxsim(
     NT = _column_tiles(cs)
     shape = tile(nbits, DIM, NT)
     workspace = prepare(Q, cs, bucket_weights, nbits)
-    programs = launch.programs_per_sm * tuning.num_sms(Q.device)
-    # neighbouring passages to one program when there are many: their tokens share cache lines
-    group = launch.group if pids is None and n >= 4 * launch.group * programs else 1
+    programs, group = dealt(launch.programs_per_sm, launch.group, pids, n, Q.device)
     for block in range(workspace.size(0)):
-        _residual_maxsim_kernel[(min(programs, n),)](
+        _residual_maxsim_kernel[(programs,)](
             workspace[block],
             cs.table[:, 8 * NT * block :],
             cs.scale,

@@ -4,6 +4,8 @@ The walk deals passages to programs. Where it stands is four things, so that loa
 tile that is next, passage ``a`` after it by its tokens, passage ``b`` after that by its pid.
 """
 
+# ruff: noqa: RUF005 (triton 3.6 has no starred tuples)
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from . import tuning
 
 NT = 4  # column tiles of 8 query tokens in a block
 TOKENS = 8 * NT
@@ -38,8 +42,10 @@ class Ptx:
         return "{\n" + f".reg .b32 r<{self.n + 1}>;\n.reg .b16 h<2>;\n.reg .pred p;\n" + "\n".join(self.lines) + "\n}"
 
 
-def reduce_ptx(NT: int, maximum: str = "max.s32") -> str:
-    """PTX of a ``maximum`` over the 8 lanes of a column, spread: lane ``4 g + t`` gets query token ``2 NT t + c(g)``.
+def reduction(NT: int, maximum: str) -> tuple[str, str]:
+    """PTX and constraints of a ``maximum`` over the 8 lanes of a column.
+
+    The maxima come spread: lane ``4 g + t`` gets query token ``2 NT t + c(g)``.
 
     Operands: 1 maximum out, 2 NT maxima and the lane in. Lanes halve their registers at each exchange.
     """
@@ -57,7 +63,7 @@ def reduce_ptx(NT: int, maximum: str = "max.s32") -> str:
         got = [p("shfl.sync.bfly.b32", s, str(distance), "0x1f", "0xffffffff") for s in sent]
         regs = [p(maximum, k, g) for k, g in zip(kept, got, strict=True)]
     p.lines.append(f"mov.b32 $0, {regs[0]};")
-    return p.text()
+    return p.text(), ",".join(["=r"] + ["r"] * (2 * NT + 1))
 
 
 def best_of_blocks(
@@ -156,6 +162,21 @@ def load(base, index, STRIDE: tl.constexpr, KIND: tl.constexpr, N: tl.constexpr)
 
 
 @triton.jit
+def load_once(base, index, STRIDE: tl.constexpr, BYTES: tl.constexpr):
+    """Int32 tensors that hold the ``BYTES`` (1, 2, 4, 8 or 16) there; read once, so not kept in L1."""
+    if BYTES == 1:
+        return load(base, index, STRIDE, "L1::no_allocate.u8", 1)
+    elif BYTES == 2:
+        return load(base, index, STRIDE, "L1::no_allocate.u16", 1)
+    elif BYTES == 4:
+        return load(base, index, STRIDE, "L1::no_allocate.b32", 1)
+    elif BYTES == 8:
+        return load(base, index, STRIDE, "L1::no_allocate.v2.b32", 2)
+    else:
+        return load(base, index, STRIDE, "L1::no_allocate.v4.b32", 4)
+
+
+@triton.jit
 def next_passage(i, step, GROUP: tl.constexpr):
     """The passage of the list after i for one program: groups of GROUP consecutive ones are dealt out in turn."""
     i += 1
@@ -197,6 +218,18 @@ def token_range(offsets_ptr, pid, ND, LAYOUT: tl.constexpr):
 
 
 @triton.jit
+def first_tile(offsets_ptr, pids_ptr, n, step, HAS_PIDS: tl.constexpr, GROUP: tl.constexpr):
+    """Where a program's walk over packed passages starts, in the form of :func:`advance`."""
+    i = tl.program_id(0) * GROUP
+    i_a = next_passage(i, step, GROUP)
+    i_b = next_passage(i_a, step, GROUP)
+    pid_b = pid_at(pids_ptr, i_b, n, HAS_PIDS)
+    start, left = token_range(offsets_ptr, pid_at(pids_ptr, i, n, HAS_PIDS), 0, "packed")
+    start_a, left_a = token_range(offsets_ptr, pid_at(pids_ptr, i_a, n, HAS_PIDS), 0, "packed")
+    return i, start, left, i_a, start_a, left_a, i_b, pid_b
+
+
+@triton.jit
 def advance(
     i, start, left, i_a, start_a, left_a, i_b, pid_b, offsets_ptr, pids_ptr, n, step, ND,
     HAS_PIDS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, LAYOUT: tl.constexpr,
@@ -218,3 +251,29 @@ def advance(
 def tile_tokens(start, left, row):
     """Tokens of rows g and g + 8 of a tile with ``left`` tokens to the passage's end: past it, the last one again."""
     return start + tl.minimum(left - 1, row), start + tl.minimum(left - 1, row + 8)
+
+
+@triton.jit
+def sum_of_maxima(maxima, lane, ASM: tl.constexpr, CONSTRAINTS: tl.constexpr):
+    """Score of a passage from the maxima of one block (:func:`reduction` by max.f32), if it has tokens."""
+    best = tl.inline_asm_elementwise(ASM, CONSTRAINTS, maxima + (lane,), dtype=tl.int32, is_pure=True, pack=1)
+    # columns past the query's end are zero for every token
+    return tl.sum(best.to(tl.float32, bitcast=True), 0)
+
+
+# ---- launchers
+
+
+def dealt(programs_per_sm: int, group: int, pids: Tensor | None, n: int, device: torch.device) -> tuple[int, int]:
+    """(programs, consecutive passages to one of them): neighbours share cache lines, so groups when there are many."""
+    programs = programs_per_sm * tuning.num_sms(device)
+    return min(programs, n), group if pids is None and n >= 4 * group * programs else 1
+
+
+def add_blocks(rows: Tensor, out: Tensor, count: Tensor | None) -> None:
+    """Scores of blocks of query tokens fp32 [NQ * blocks, n], summed into out [NQ, n]; its first ``count`` columns."""
+    total = rows.view(len(out), -1, out.size(1)).sum(1)
+    if count is None:
+        out.copy_(total)
+    else:
+        torch.where(torch.arange(out.size(1), device=out.device) < count, total, out, out=out)

@@ -205,9 +205,8 @@ def _dense_maxsim_kernel(
     TOKENS: tl.constexpr = 16 * ROWS
     ROW_BYTES: tl.constexpr = WORDS * CHUNKS * 4
 
-    # The walk: tile x is computed, y comes next; passage a after y's, b after a. Its start is first_tile written out: with
-    # the call, triton 3.9's ptxas takes fewer registers for fp16x3 at DIM 80, and spills.
-    # As next_passage, pid_at, token_range, written out: with the call triton 3.9's ptxas takes fewer registers for fp16x3 at DIM 80, and spills.
+    # The walk: tile x is computed, y comes next; passage a after y's, b after a. Its start is first_tile written out:
+    # with the call, triton 3.9's ptxas takes fewer registers for fp16x3 at DIM 80, and spills.
     i_y = tl.program_id(0) * GROUP
     i_a = next_passage(i_y, step, GROUP)
     i_b = next_passage(i_a, step, GROUP)

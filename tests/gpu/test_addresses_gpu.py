@@ -134,7 +134,7 @@ def test_residuals_of_several_queries(nbits):
 
 @pytest.mark.gigabytes(23)
 def test_tokens_of_several_queries():
-    batch(make_collection(DEVICE, 32, 32, 1), BYTES // 2 + 77, None)
+    batch(make_collection(DEVICE, 32, 64, 1), BYTES // 2 + 77, None)
 
 
 @pytest.mark.gigabytes(15)

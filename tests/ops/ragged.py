@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from plaid_tilemaxsim.ops import api, reference
+from plaid_tilemaxsim.ops import api, reference, residual_fast_kernel
 
 # Around the tiles of 16, 32, 64 and 128 tokens; the first and last passages are empty.
 LENGTHS = (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 2, 0)
@@ -123,16 +123,42 @@ def poisoned(n: int, device: str) -> Tensor:
     return torch.full((n,), float("nan"), device=device)
 
 
-def residual_tolerance(c: Collection, cs: api.CentroidScores) -> float:
+def residual_tolerance(c: Collection, cs: api.CentroidScores, unit: float = 1.0) -> float:
     """What the roundings add up to over a query, see api.residual_maxsim: two standard deviations more than the largest
     of as many passages is expected to be.
 
-    Per query token: the table rounds uniformly within a step (step / sqrt(12)); q_d and w_d each round by a relative
-    U16 / sqrt(3), over a unit query: sqrt(2 / 3) * U16 * |w|_max. Times the largest inverse norm; 1e-5 for fp32.
+    Per query token the table rounds uniformly within a step (step / sqrt(12)) and q_d by a relative U16 / sqrt(3), over
+    a unit query. The few bucket weights round once for all tokens, as multiples of ``unit``: what they round by on average adds up over every
+    dimension, and what they differ by adds up over the query tokens that a passage of one token serves. Times the
+    largest inverse norm; 1e-5 for fp32.
     """
-    per_token = float(cs.scale) / 12**0.5 + (2 / 3) ** 0.5 * U16 * float(c.bucket_weights.abs().max())
+    weights, Q = c.bucket_weights.double(), c.Q.double()
+    rounded = weights - (c.bucket_weights / unit).half().double() * unit
+    per_token = (float(cs.scale) ** 2 / 12 + (U16 * float(weights.abs().max())) ** 2 / 3) ** 0.5
+    together = max(float(Q.sum(0).norm()), len(Q) ** 0.5) * float(rounded.std(correction=0))
     deviations = 2 + (2 * math.log(len(c.offsets))) ** 0.5
-    return deviations * len(c.Q) ** 0.5 * per_token * float(c.inv_norms.max()) + 1e-5
+    spread = deviations * math.hypot(len(Q) ** 0.5 * per_token, together)
+    average = float(rounded.mean().abs() * Q.sum(1).abs().sum())
+    return (spread + average) * float(c.inv_norms.max()) + 1e-5
+
+
+def fast_residual_tolerance(c: Collection, cs: api.CentroidScores) -> float:
+    """``residual_tolerance`` of weights scaled to at most 1, and what the tensor core truncates.
+
+    It adds 16 products a step and drops what is below the last bit of the largest number among them: of similarities
+    up to 1, and at 1 bit of sums of products with 1024.
+    """
+    DIM, inverse = c.Q.size(1), float(c.inv_norms.max())
+    steps, truncated = DIM // 16, 2.0**-23 * inverse
+    if c.nbits != 1:
+        unit = float(c.bucket_weights.abs().max())
+        return residual_tolerance(c, cs, unit) + steps * len(c.Q) * truncated
+    slots = [slot for step in residual_fast_kernel.k_order(1, DIM) for lane in step for slot in lane]
+    dims, exponents = (torch.tensor(x, device=c.device) for x in zip(*slots, strict=True))
+    span = float(c.bucket_weights[1] - c.bucket_weights[0])
+    terms = c.Q[:, dims] * 2.0**-exponents * span * 1024
+    largest = float(terms.cumsum(1).abs().amax(1).sum())
+    return residual_tolerance(c, cs) + steps * largest * truncated
 
 
 def assert_scores(got: Tensor, want: Tensor, tolerance: float) -> None:

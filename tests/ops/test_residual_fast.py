@@ -15,7 +15,15 @@ import torch
 from plaid_tilemaxsim.ops import reference, residual_fast_kernel, residual_kernel, tuning
 from plaid_tilemaxsim.ops.residual_fast_kernel import k_order, pieces
 from tests.ops import ptx_warp
-from tests.ops.ragged import LENGTHS, assert_scores, make_collection, poisoned, quantised, residual_tolerance
+from tests.ops.ragged import (
+    LENGTHS,
+    assert_scores,
+    fast_residual_tolerance,
+    make_collection,
+    poisoned,
+    quantised,
+    residual_tolerance,
+)
 
 # (LQ, DIM, nbits): all widths of loads, one and several blocks of query tokens, Q in registers and not
 SHAPES = [
@@ -149,18 +157,6 @@ def test_other_chips(arch, tmp_path):
     compile_for(tmp_path, arch, 32, 128, 2, listed=True)
 
 
-def tolerance(c, cs) -> float:
-    """``residual_tolerance``; at 1 bit also what the tensor core truncates while the products with 1024 add up."""
-    if c.nbits != 1:
-        return residual_tolerance(c, cs)
-    slots = [slot for step in k_order(1, c.Q.size(1)) for lane in step for slot in lane]
-    dims, exponents = (torch.tensor(x, device=c.device) for x in zip(*slots, strict=True))
-    span = float(c.bucket_weights[1] - c.bucket_weights[0])
-    terms = c.Q[:, dims] * 2.0**-exponents * span * 1024
-    largest = float(terms.cumsum(1).abs().amax(1).sum())
-    return residual_tolerance(c, cs) + len(slots) / 16 * 2.0**-23 * largest * float(c.inv_norms.max())
-
-
 def scored(c, cs, pids=None, out=None, count=None, stored=None):
     inv_norms, lo, step = quantised(c.inv_norms) if stored is None else stored
     n = len(LENGTHS) if pids is None else len(pids)
@@ -178,12 +174,12 @@ def test_matches_the_oracle_and_the_portable_kernel(LQ, DIM, nbits, negative):
     c = make_collection("cuda", LQ, DIM, nbits, negative=negative)
     cs = c.centroid_scores()
     got = scored(c, cs)
-    assert_scores(got, reference.residual_maxsim(c.Q, *c.raw), tolerance(c, cs))
+    assert_scores(got, reference.residual_maxsim(c.Q, *c.raw), fast_residual_tolerance(c, cs))
     portable = poisoned(len(LENGTHS), "cuda")
     residual_kernel.residual_maxsim(
         c.Q, cs, c.codes, c.residuals, *quantised(c.inv_norms), c.bucket_weights, nbits, c.offsets, None, portable, None
     )  # fmt: skip
-    assert_scores(got, portable, residual_tolerance(c, cs) + tolerance(c, cs))
+    assert_scores(got, portable, residual_tolerance(c, cs) + fast_residual_tolerance(c, cs))
     assert torch.equal(got, scored(c, cs)), "two runs differ"
 
 

@@ -299,9 +299,7 @@ class _Encoder:
             for start in range(0, len(order), self.batch):
                 rows = order[start : start + self.batch]
                 batch = [texts[i] for i in rows]
-                vectors, doclens = self.checkpoint.docFromText(
-                    batch, bsize=self.batch, keep_dims="flatten", to_cpu=True
-                )
+                vectors, doclens = self.checkpoint.docFromText(batch, bsize=self.batch, keep_dims="flatten")
                 found.update(zip(rows, vectors.half().split(doclens)))
                 bar.update(len(rows))
         parts = [found[i] for i in range(len(texts))]

@@ -83,7 +83,7 @@ def run_part(tool: str | None, part: str, sanitizer: str, limit: float) -> dict[
         status = -1
     last = [line for line in output.splitlines() if line.startswith("{")]
     errors = 0 if tool is None else reported(tool, output)
-    return {
+    row = {
         "tool": tool,
         "part": part,
         "seconds": round(time.perf_counter() - started, 1),
@@ -92,6 +92,8 @@ def run_part(tool: str | None, part: str, sanitizer: str, limit: float) -> dict[
         "launches": json.loads(last[-1]) if last else {},
         "output": output,
     }
+    print(f"{part} {tool or 'alone'}: {row['seconds']} s, {'passed' if row['passed'] else 'FAILED'}", flush=True)
+    return row
 
 
 def main() -> int:
@@ -120,7 +122,6 @@ def main() -> int:
         for row in done:
             output = row.pop("output")
             name = f"{row['part']} {tool or 'alone'}"
-            print(f"{name}: {row['seconds']} s, {'passed' if row['passed'] else 'FAILED'}", flush=True)
             if not row["passed"]:
                 problems.append(f"{name}: {row['errors']} reported; see the log")
                 print(output[:2000], "\n...\n", output[-4000:], flush=True)

@@ -128,16 +128,17 @@ def residual_tolerance(c: Collection, cs: api.CentroidScores, unit: float = 1.0)
     of as many passages is expected to be.
 
     Per query token the table rounds uniformly within a step (step / sqrt(12)) and q_d by a relative U16 / sqrt(3), over
-    a unit query. The few bucket weights round once for all tokens, as multiples of ``unit``: what they round by on average adds up over every
-    dimension, and what they differ by adds up over the query tokens that a passage of one token serves. Times the
-    largest inverse norm; 1e-5 for fp32.
+    a unit query. The few bucket weights round once for all tokens, as multiples of ``unit``: what they round by on
+    average adds up over every dimension, what they differ by over the query tokens that one token serves. Deviations
+    are added, not squared and added, since a maximum prefers errors of one sign. Times the largest inverse norm; 1e-5
+    for fp32.
     """
     weights, Q = c.bucket_weights.double(), c.Q.double()
     rounded = weights - (c.bucket_weights / unit).half().double() * unit
-    per_token = (float(cs.scale) ** 2 / 12 + (U16 * float(weights.abs().max())) ** 2 / 3) ** 0.5
+    per_token = float(cs.scale) / 12**0.5 + U16 * float(weights.abs().max()) / 3**0.5
     together = max(float(Q.sum(0).norm()), len(Q) ** 0.5) * float(rounded.std(correction=0))
     deviations = 2 + (2 * math.log(len(c.offsets))) ** 0.5
-    spread = deviations * math.hypot(len(Q) ** 0.5 * per_token, together)
+    spread = deviations * (len(Q) ** 0.5 * per_token + together)
     average = float(rounded.mean().abs() * Q.sum(1).abs().sum())
     return (spread + average) * float(c.inv_norms.max()) + 1e-5
 

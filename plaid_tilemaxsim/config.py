@@ -18,6 +18,7 @@ _CHOICES = {
     "verify": ("full", "structure"),
 }
 _INTEGERS = ("pq_m", "prefilter")
+_FLAGS = {"0": False, "1": True}
 # Placements that a codec knows, where not all.
 _PLACEMENTS = {"dense": ("auto", "gpu", "host"), "pq": ("auto", "gpu")}
 
@@ -42,6 +43,7 @@ class ScorerConfig:
                 scoring; None scores all exactly
     tuning      file that ``plaid-tilemaxsim tune`` wrote on a GPU of this kind: its block choices, for the whole
                 process, instead of the built-in ones; None leaves them as they are
+    stats       measure the stages of each search, into the scorer's ``last_search_stats``
 
     The environment variable PLAID_TILEMAXSIM_<NAME> sets the default of option <name>.
     Raises ValueError with the valid names or values.
@@ -55,6 +57,7 @@ class ScorerConfig:
     verify: str = "structure"
     prefilter: int | None = None
     tuning: str | None = None
+    stats: bool = False
 
     def __post_init__(self) -> None:
         for name, valid in _CHOICES.items():
@@ -77,6 +80,8 @@ class ScorerConfig:
             )
         if self.tuning is not None and not (isinstance(self.tuning, str) and self.tuning):
             raise ValueError(f"scorer option tuning: expected None or the path of a file, got {self.tuning!r}")
+        if not isinstance(self.stats, bool):
+            raise ValueError(f"scorer option stats: expected True or False, got {self.stats!r}")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | ScorerConfig | None) -> ScorerConfig:
@@ -106,7 +111,9 @@ def _from_environment() -> dict[str, Any]:
             raise ValueError(f"{variable}: expected one of {list(_CHOICES[name])}, got {text!r}")
         if name in _INTEGERS and not text.isdecimal():
             raise ValueError(f"{variable}: expected an integer >= 1, got {text!r}")
-        given[name] = int(text) if name in _INTEGERS else text
+        if name == "stats" and text not in _FLAGS:
+            raise ValueError(f"{variable}: expected 0 or 1, got {text!r}")
+        given[name] = int(text) if name in _INTEGERS else _FLAGS[text] if name == "stats" else text
     return given
 
 

@@ -5,10 +5,8 @@ Checks what callers pass, then runs ``funnel.run_funnel`` with the steps of the 
 
 from __future__ import annotations
 
-import contextlib
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +14,7 @@ import torch
 from torch import Tensor
 
 from plaid_tilemaxsim.funnel import Pids, SearchParams, Stages, default_params, run_funnel
+from plaid_tilemaxsim.stats import Watch
 
 if TYPE_CHECKING:
     from plaid_tilemaxsim.index.resident import ResidentIndex
@@ -69,13 +68,14 @@ class SearchEngine:
         pids: Tensor | list[int] | None = None,
         filter_fn: FilterFn | None = None,
         allow: Tensor | None = None,
+        watch: Watch | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The best passages of one query: (pids int32 [m], scores fp32 [m]) on the CPU, best first.
 
         Q: [LQ, DIM], floating point, any device. pids: score exactly these (duplicates are kept) and skip candidates
         and pruning. filter_fn: gets the candidates (int32 [n], ascending, on the index's device) before pruning and
         returns those to keep. allow: bool [N], or int pids; only these passages may be found, applied on the device
-        before pruning. m <= params.k. Ties go to the smaller pid.
+        before pruning. watch: gets what the search measures. m <= params.k. Ties go to the smaller pid.
         Raises ValueError for a wrong shape or type, IndexError for a pid outside the index.
         """
         Q = self._check_query(Q, 2)
@@ -89,22 +89,29 @@ class SearchEngine:
                 if filter_fn is not None:
                     wanted = self._filtered(filter_fn, wanted)
                 # Ascending, so that ties go to the smaller pid as everywhere.
-                return self._run_given(Q, wanted.sort().values, params)
+                return self._run_listed("given", Q, wanted.sort().values, params, watch)
             if filter_fn is not None:
-                kept = self._filtered(filter_fn, self._all_candidates(Q, params, allowed))
-                return self._run_candidates(Q, kept.sort().values, params)
+                found = self._all_candidates(Q, params, allowed)
+                if watch is not None:
+                    watch.found(found.numel())
+                kept = self._filtered(filter_fn, found)
+                return self._run_listed("candidates", Q, kept.sort().values, params, watch)
             if params.mode == "exhaustive" and allowed is not None:
-                return self._run_candidates(Q, allowed.nonzero()[:, 0].int(), params)
+                return self._run_listed("candidates", Q, allowed.nonzero()[:, 0].int(), params, watch)
             if self._device_search is not None:
                 return self._device_search.search(Q, params, allowed)
-            ranking = run_funnel(self._stages, Q, params, allow=allowed)
-            return ranking.pids, ranking.scores
+            return self._run(Q, params, watch, allow=allowed)
 
-    def search_batch(self, Q: Tensor, params: SearchParams, **filters: Any) -> list[tuple[Tensor, Tensor]]:
-        """``search`` for every query of Q [B, LQ, DIM]; equal to searching one by one, faster on a GPU."""
+    def search_batch(
+        self, Q: Tensor, params: SearchParams, *, watch: Watch | None = None, **filters: Any
+    ) -> list[tuple[Tensor, Tensor]]:
+        """``search`` for every query of Q [B, LQ, DIM]; equal to searching one by one, faster on a GPU.
+
+        watch: gets what searches one by one measure.
+        """
         Q = self._check_query(Q, 3)
         if self._device_search is None or any(value is not None for value in filters.values()):
-            return [self.search(q, params, **filters) for q in Q]
+            return [self.search(q, params, watch=watch, **filters) for q in Q]
         self._check_ncells(params, given=False)
         with torch.no_grad():
             return self._device_search.search_batch(Q, params)
@@ -148,16 +155,9 @@ class SearchEngine:
         with torch.no_grad():
             if self._device_search is not None:
                 return self._device_search.profile(Q, params)
-            spent: dict[str, float] = {}
-
-            @contextlib.contextmanager
-            def stage(name: str) -> Iterator[None]:
-                start = time.perf_counter()
-                yield
-                spent[name] = spent.get(name, 0.0) + (time.perf_counter() - start) * 1e3
-
-            run_funnel(self._stages, Q, params, stage=stage)
-            return spent
+            watch = Watch()
+            self._run(Q, params, watch)
+            return {name: 1e3 * seconds for name, seconds in watch.stages.items()}
 
     def warmup(self, lq: int, params: SearchParams, batch: bool = False) -> None:
         """Compile, and on a GPU record, what searches with ``lq`` query tokens and these parameters need."""
@@ -187,20 +187,25 @@ class SearchEngine:
         assert pids is not None
         return pids
 
-    def _run_given(self, Q: Tensor, pids: Tensor, params: SearchParams) -> tuple[Tensor, Tensor]:
+    def _run_listed(
+        self, kind: str, Q: Tensor, pids: Tensor, params: SearchParams, watch: Watch | None
+    ) -> tuple[Tensor, Tensor]:
+        """Only these pids, int32 ascending on the device. kind: "given" (scored exactly) or "candidates"."""
         if pids.numel() == 0:
             return _nothing()
         if self._device_search is not None:
-            return self._device_search.search_given(Q, pids, params)
-        ranking = run_funnel(self._stages, Q, params, given=Pids(pids))
-        return ranking.pids, ranking.scores
+            run = self._device_search.search_given if kind == "given" else self._device_search.search_candidates
+            return run(Q, pids, params)
+        return self._run(Q, params, watch, **{kind: Pids(pids)})
 
-    def _run_candidates(self, Q: Tensor, pids: Tensor, params: SearchParams) -> tuple[Tensor, Tensor]:
-        if pids.numel() == 0:
-            return _nothing()
-        if self._device_search is not None:
-            return self._device_search.search_candidates(Q, pids, params)
-        ranking = run_funnel(self._stages, Q, params, candidates=Pids(pids))
+    def _run(self, Q: Tensor, params: SearchParams, watch: Watch | None, **source: Any) -> tuple[Tensor, Tensor]:
+        """The funnel in torch."""
+        if watch is None:
+            ranking = run_funnel(self._stages, Q, params, **source)
+        else:
+            ranking = run_funnel(self._stages, Q, params, stage=watch.stage, **source)
+            if ranking.candidates is not None and ranking.candidates.pids is not None:
+                watch.found(ranking.candidates.pids.numel())
         return ranking.pids, ranking.scores
 
     def _filtered(self, filter_fn: FilterFn, pids: Tensor) -> Tensor:

@@ -88,6 +88,7 @@ class Ranking:
     scores: Tensor  # fp32 [cap]
     count: Tensor | None = None  # int32 [1]
     packed: Tensor | None = None  # int32 [1 + 2 cap]: count, pids and bits of the scores in one piece, if at hand
+    candidates: Pids | None = None  # that were generated
 
 
 class Stages(Protocol):
@@ -134,6 +135,7 @@ def run_funnel(
     if pids is None:
         with stage("candidates"):
             pids = stages.candidates(cs_short, params.ncells, allow) if generates else Pids(None)
+    generated = pids if generates else None
     if prunes:
         with stage("prune"):
             pids = stages.prune(cs_short, pids, params.ndocs, thresholded=True)
@@ -144,4 +146,6 @@ def run_funnel(
     with stage("exact"):
         scores = stages.exact(Q, cs, pids)
     with stage("topk"):
-        return stages.topk(pids, scores, params.k)
+        ranking = stages.topk(pids, scores, params.k)
+    ranking.candidates = generated
+    return ranking

@@ -10,8 +10,9 @@ import logging
 import operator
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from plaid_tilemaxsim import compat
 from plaid_tilemaxsim.config import ScorerConfig
 from plaid_tilemaxsim.plugin import options_of, scorer_of
+from plaid_tilemaxsim.stats import SearchStats, Watch
 
 compat.allow_missing_git()
 
@@ -86,7 +88,13 @@ class TileMaxSimScorer(IndexScorer):
     Q is [1, LQ, DIM], floating point on any device; more than ``config.query_maxlen`` tokens are scored in full,
     and candidates come from the first ``query_maxlen``, as in stock. Safe to call from several threads, also with
     different ``scorer_options``; what these need of the index stays loaded until ``close``.
+
+    on_search: called after every search or batch of searches that succeeded, in the thread that made it, with a
+    ``SearchStats``; what it raises reaches the caller of the search. last_search_stats: the same of this thread's
+    latest call with the scorer option ``stats``, None before.
     """
+
+    on_search: Callable[[SearchStats], None] | None = None
 
     def __init__(self, index_path: str, use_gpu: bool = True, load_index_with_mmap: bool = False) -> None:
         self.index_path = str(index_path)
@@ -100,6 +108,11 @@ class TileMaxSimScorer(IndexScorer):
         self._lock = threading.RLock()
         self._warned: set[str] = set()
         self._loaded: _Loaded | None = None
+        self._told = threading.local()
+
+    @property
+    def last_search_stats(self) -> SearchStats | None:
+        return getattr(self._told, "stats", None)
 
     def serves(self, config: Any) -> bool:
         """Whether a call with this config is ours. ValueError for an unknown scorer."""
@@ -173,6 +186,8 @@ class TileMaxSimScorer(IndexScorer):
         k = None if k is None else _count("k", k)
         Q = _check_queries(Q)
         engine, reachable = self._get(options)
+        watch = Watch() if options.stats else None
+        began = time.perf_counter()
         if pids is not None:
             pids = _as_pids(pids)
         if Q.size(0) != 1:
@@ -180,19 +195,20 @@ class TileMaxSimScorer(IndexScorer):
                 raise ValueError(
                     f"Q: expected 1 query, or several aligned with as many pids and no filter, got {Q.size(0)}"
                 )
-            scores = engine.score_pids(Q, pids).cpu()
-            pids = pids.cpu()
-            order = pids.argsort(stable=True)
-            order = order[scores[order].argsort(descending=True, stable=True)][:k]
-            return pids[order].tolist(), scores[order].tolist()
-        if k == 0:
+            ranked, scores = _ranked_aligned(engine, Q, pids, k)
+        elif k == 0:
             return [], []
-        params = self._params(config, options, k, unset, given=pids is not None)
-        # Passages that an update removed have tokens but are in no list.
-        if reachable is not None and pids is None and options.mode == "exhaustive":
-            allow = reachable if allow is None else reachable & engine.allow_mask(allow).cpu()
-        ranked, scores = engine.search(Q[0], params, pids=pids, filter_fn=filter_fn, allow=allow)
-        return ranked.tolist(), scores.tolist()
+        else:
+            params = self._params(config, options, k, unset, given=pids is not None)
+            # Passages that an update removed have tokens but are in no list.
+            if reachable is not None and pids is None and options.mode == "exhaustive":
+                allow = reachable if allow is None else reachable & engine.allow_mask(allow).cpu()
+            ranked, scores = engine.search(Q[0], params, pids=pids, filter_fn=filter_fn, allow=allow, watch=watch)
+        answer = ranked.tolist(), scores.tolist()
+        if watch is not None or self.on_search is not None:
+            mode = options.mode if pids is None else "pids"
+            self._tell(engine, mode, k, len(Q), len(answer[0]), time.perf_counter() - began, watch)
+        return answer
 
     def search_batch(
         self, config: Any, Q: Tensor, k: int, *, unset: Collection[str] = ()
@@ -205,7 +221,26 @@ class TileMaxSimScorer(IndexScorer):
         engine, reachable = self._get(options)
         params = self._params(config, options, _count("k", k), unset, given=False)
         allow = reachable if options.mode == "exhaustive" else None
-        return [(pids.tolist(), scores.tolist()) for pids, scores in engine.search_batch(Q, params, allow=allow)]
+        watch = Watch() if options.stats else None
+        began = time.perf_counter()
+        found = engine.search_batch(Q, params, watch=watch, allow=allow)
+        answers = [(pids.tolist(), scores.tolist()) for pids, scores in found]
+        if watch is not None or self.on_search is not None:
+            results = sum(len(pids) for pids, _ in answers)
+            self._tell(engine, options.mode, k, len(Q), results, time.perf_counter() - began, watch)
+        return answers
+
+    def _tell(
+        self, engine: SearchEngine, mode: str, k: int | None, queries: int, results: int, seconds: float,
+        watch: Watch | None,
+    ) -> None:  # fmt: skip
+        index = engine.index
+        stats = SearchStats(mode, index.codec, index.placement, k, queries, results, seconds)
+        if watch is not None:
+            stats = replace(stats, candidates=watch.candidates, stages=watch.stages)
+            self._told.stats = stats
+        if self.on_search is not None:
+            self.on_search(stats)
 
     def warmup(self, config: Any, k: int, lq: int | None = None) -> None:
         """Load the index and compile, and on a GPU record, searches for k results with ``lq`` query tokens.
@@ -279,7 +314,7 @@ class TileMaxSimScorer(IndexScorer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Stock's attributes, as stock pickles them; the engine is built again where it is needed."""
-        ours = ("_lock", "_warned", "_loaded")
+        ours = ("_lock", "_warned", "_loaded", "_told", "on_search")
         return {name: value for name, value in vars(self).items() if name not in ours}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -473,6 +508,14 @@ def _count(name: str, value: Any) -> int:
     if n < 0:
         raise ValueError(f"{name}: expected an integer >= 0, got {n}")
     return n
+
+
+def _ranked_aligned(engine: SearchEngine, Q: Tensor, pids: Tensor, k: int | None) -> tuple[Tensor, Tensor]:
+    """Each passage by its own query."""
+    scores, pids = engine.score_pids(Q, pids).cpu(), pids.cpu()
+    order = pids.argsort(stable=True)
+    order = order[scores[order].argsort(descending=True, stable=True)][:k]
+    return pids[order], scores[order]
 
 
 def _check_queries(Q: Any) -> Tensor:

@@ -26,7 +26,7 @@ def test_is_frozen():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"moed": "plaid"}, r"expected names from \['mode', .*'tuning'\], got 'moed'"),
+        ({"moed": "plaid"}, r"expected names from \['mode', .*\], got 'moed'"),
         ({"mode": "fast"}, r"mode: expected one of \['plaid', 'rerank', 'exhaustive'\], got 'fast'"),
         ({"placement": "cpu"}, "placement: expected one of"),
         ({"impl": None}, "impl: expected one of"),
@@ -46,6 +46,7 @@ def test_is_frozen():
         ({"prefilter": 100}, "prefilter: expected None in mode 'plaid', got 100"),
         ({"tuning": 7}, "tuning: expected None or the path of a file, got 7"),
         ({"tuning": ""}, "tuning: expected None or the path of a file, got ''"),
+        ({"stats": 1}, "stats: expected True or False, got 1"),
         ("exhaustive", "scorer_options: expected a dict or None, got str"),
     ],
 )
@@ -66,10 +67,13 @@ def test_environment_sets_defaults(monkeypatch):
     monkeypatch.delenv("PLAID_TILEMAXSIM_PQ_M")
     assert ScorerConfig.from_options(None) == ScorerConfig(mode="exhaustive", prefilter=64)
     assert ScorerConfig.from_options({"prefilter": 8}).prefilter == 8
+    for text, value in (("1", True), ("0", False)):
+        monkeypatch.setenv("PLAID_TILEMAXSIM_STATS", text)
+        assert ScorerConfig.from_options(None).stats is value
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"), [("MODE", "fast"), ("PREFILTER", "many"), ("CODEC", "opq"), ("PQ_M", "x")]
+    ("variable", "value"), [("MODE", "fast"), ("PREFILTER", "many"), ("CODEC", "opq"), ("PQ_M", "x"), ("STATS", "yes")]
 )
 def test_environment_is_checked(monkeypatch, variable, value):
     monkeypatch.setenv(f"PLAID_TILEMAXSIM_{variable}", value)

@@ -88,6 +88,7 @@ def load_resident(
     codec: str = "residual",
     pq: PQ | None = None,
     shared: Sequence[ResidentIndex] = (),
+    norms: bool = True,
 ) -> ResidentIndex:
     """Lays the index out on a device; the result shares no memory with files that fit into memory.
 
@@ -98,6 +99,7 @@ def load_resident(
     on a GPU "dense" knows no "disk", and "pq" neither that nor "host". shared: what this function made of the same
     index; tensors that lie where they are needed are taken from there. Always checks codes and lists (on the device),
     so an index read with verify="structure" is enough. progress: a bar on stderr once this has taken 2 s.
+    norms: False leaves inverse norms on a GPU to the caller, who knows their range (index.shards).
     Raises ValueError for bad contents, an unknown placement or codec, RuntimeError when memory is too small.
     """
     device = torch.device(device)
@@ -114,7 +116,7 @@ def load_resident(
             check_codec(codec, placement)
             with torch.cuda.device(device):
                 device = torch.device("cuda", torch.cuda.current_device())
-                return _load_cuda(index, device, placement, progress, codec, pq, _Shared(shared, device))
+                return _load_cuda(index, device, placement, progress, codec, pq, _Shared(shared, device), norms)
         if placement in ("gpu", "disk"):
             raise ValueError(f'placement: expected "auto" or "host" on the CPU, got {placement!r}')
         return _load_cpu(index, progress, codec, pq, _Shared(shared, device))
@@ -171,6 +173,23 @@ def inverse_norms(codes: Tensor, residuals: Tensor, centroids: Tensor, table: Te
     return torch.where(norms > ZERO_NORM, 1 / norms, 0)
 
 
+def inverse_norm_range(
+    codes: Tensor,
+    residuals: Tensor | MappedRows,
+    centroids: Tensor,
+    bucket_weights: Tensor,
+    nbits: int,
+    bar: tqdm | None = None,
+) -> tuple[float, float] | None:
+    """The least and the largest inverse norm of codes [T] on a device; None without tokens. Arguments as below."""
+    blocks = _inverse_norm_blocks(codes, residuals, centroids, bucket_weights, nbits, bar)
+    extremes = [torch.stack(torch.aminmax(inverse)) for _, inverse in blocks]
+    if not extremes:
+        return None
+    ranges = torch.stack(extremes)
+    return float(ranges[:, 0].amin()), float(ranges[:, 1].amax())
+
+
 def quantised_inverse_norms(
     codes: Tensor,
     residuals: Tensor | MappedRows,
@@ -178,39 +197,48 @@ def quantised_inverse_norms(
     bucket_weights: Tensor,
     nbits: int,
     bar: tqdm | None = None,
+    within: tuple[float, float] | None = None,
 ) -> tuple[Tensor, float, float]:
     """(uint16 [T], low, step) on the device of codes [T]: 1 / norm = low + step * it, off by <= INV_NORM_ERROR.
 
     fp32 [T], 0, 1 where 16 bits cannot do that. residuals [T, PD] may lie in pinned host memory or in files.
-    Two passes, since the range must be known first and the norms in fp32 may not fit beside the index.
-    bar: advanced by tokens, twice.
+    Two passes, since the range must be known first and the norms in fp32 may not fit beside the index; one where
+    ``within`` says it. bar: advanced by tokens, each pass.
     """
-    from plaid_tilemaxsim.ops import norms_kernel
-
-    def blocks() -> Iterator[tuple[slice, Tensor]]:
-        for begin in range(0, codes.numel(), NORM_TOKENS):
-            block = slice(begin, begin + NORM_TOKENS)
-            rows = residuals[block].to(codes.device, non_blocking=True)
-            inverse = norms_kernel.inverse_norms(codes[block], rows, centroids, bucket_weights, nbits)
-            yield block, inverse
-            if bar is not None:
-                bar.update(inverse.numel())
-
-    extremes = [torch.stack(torch.aminmax(inverse)) for _, inverse in blocks()]
-    if not extremes:
+    if within is None:
+        within = inverse_norm_range(codes, residuals, centroids, bucket_weights, nbits, bar)
+    if within is None:
         return torch.empty(0, dtype=torch.uint16, device=codes.device), 0.0, 0.0
-    ranges = torch.stack(extremes)
-    low, high = float(ranges[:, 0].amin()), float(ranges[:, 1].amax())
+    low, high = within
     step = (high - low) / (INV_NORM_LEVELS - 1)
     fits = step / 2 <= INV_NORM_ERROR * low
     stored = torch.empty(codes.numel(), dtype=torch.uint16 if fits else torch.float32, device=codes.device)
-    for block, inverse in blocks():
+    for block, inverse in _inverse_norm_blocks(codes, residuals, centroids, bucket_weights, nbits, bar):
         if fits and step > 0:
             inverse = ((inverse - low) / step).round_().clamp_(0, INV_NORM_LEVELS - 1)
         elif fits:
             inverse.zero_()
         stored[block] = inverse.to(torch.int32).to(torch.uint16) if fits else inverse
     return (stored, low, step) if fits else (stored, 0.0, 1.0)
+
+
+def _inverse_norm_blocks(
+    codes: Tensor,
+    residuals: Tensor | MappedRows,
+    centroids: Tensor,
+    bucket_weights: Tensor,
+    nbits: int,
+    bar: tqdm | None,
+) -> Iterator[tuple[slice, Tensor]]:
+    from plaid_tilemaxsim.ops import norms_kernel
+
+    for begin in range(0, codes.numel(), NORM_TOKENS):
+        block = slice(begin, begin + NORM_TOKENS)
+        rows = residuals[block].to(codes.device, non_blocking=True)
+        inverse = norms_kernel.inverse_norms(codes[block], rows, centroids, bucket_weights, nbits)
+        yield block, inverse
+        if bar is not None:
+            bar.update(inverse.numel())
 
 
 def _load_cpu(index: PlaidIndex, progress: bool, codec: str, pq: PQ | None, shared: _Shared) -> ResidentIndex:
@@ -294,6 +322,7 @@ def _load_cuda(
     codec: str,
     pq: PQ | None,
     shared: _Shared,
+    with_norms: bool,
 ) -> ResidentIndex:
     began = time.perf_counter()
     # Memory that torch holds but does not use can be given to the index too.
@@ -352,7 +381,7 @@ def _load_cuda(
     if codec == "residual":
         assert residuals is not None
         norms = shared.norms() or norms
-        if norms[0] is None:
+        if norms[0] is None and with_norms:
             with _bar(2 * T, "inverse norms", progress) as bar:
                 norms = quantised_inverse_norms(codes, residuals, centroids, weights, index.nbits, bar)
     embeddings = shared.find("embeddings") if planned.whole else None

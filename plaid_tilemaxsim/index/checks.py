@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,24 @@ def invalid(file: Path | str, field: str, expected: object, got: object) -> Valu
     return ValueError(f"{file}: {field}: expected {expected}, got {got}")
 
 
+def check_file(file: Path) -> None:
+    """file is a plain file, or a symbolic link to one in its own folder.
+
+    A link may also lead to the blobs of the Hugging Face cache that the folder lies in, since that is made of such
+    links: <repository>/snapshots/<revision>/... -> <repository>/blobs/...
+    """
+    if not os.path.lexists(file):
+        raise invalid(file, "file", "a file", "none")
+    if file.is_symlink():
+        folder = Path(os.path.realpath(file.parent))
+        roots = [folder, *(above.parent / "blobs" for above in folder.parents if above.name == "snapshots")]
+        target = Path(os.path.realpath(file))
+        if not any(target.is_relative_to(root) for root in roots):
+            raise invalid(file, "file", "a file of this folder", f"a symbolic link to {target}")
+    if not file.is_file():
+        raise invalid(file, "file", "a file", "a folder" if file.is_dir() else "neither file nor folder")
+
+
 def check_int(value: Any, file: Path | str, field: str, low: int, high: int | None = None) -> int:
     """value if it is an int (no bool, no float) with low <= value, and value <= high where high is given."""
     if type(value) is not int or value < low or (high is not None and value > high):
@@ -32,7 +51,7 @@ def check_tensor(
     """value if it is a plain contiguous tensor of one of the dtypes and of the shape (None: any size).
 
     Contiguous means that every element has bytes of its own, so the sizes of a checked tensor are backed by
-    memory or by a file and may size an allocation.
+    memory or by a file and may size an allocation. Elements lie at multiples of their size.
     """
     names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     sizes = ", ".join("any" if size is None else str(size) for size in shape)
@@ -48,11 +67,13 @@ def check_tensor(
         kind = "contiguous" if value.is_contiguous() else "non-contiguous"
         got = f"a {kind} {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
         raise invalid(file, field, expected, got)
+    if value.data_ptr() % value.element_size():
+        raise invalid(file, field, expected, "one at an address that is no multiple of the size of its elements")
     return value.detach()
 
 
 def check_finite(tensor: Tensor, file: Path | str, field: str) -> None:
-    bad = int((~torch.isfinite(tensor)).sum())
+    bad = sum(int((~torch.isfinite(piece)).sum()) for piece in tensor.reshape(-1).split(PIECE))
     if bad:
         raise invalid(file, field, "finite numbers", f"{bad} that are NaN or infinite")
 
@@ -86,3 +107,23 @@ def check_pid_lists(pids: Tensor, offsets: Tensor, num_passages: int, file: Path
             centroid = int((offsets <= at).sum()) - 1
             got = f"{int(pids[at])} after {int(pids[at - 1])}"
             raise invalid(file, f"pids of centroid {centroid}", "a strictly ascending list", got)
+
+
+def check_same_lists(
+    pids: Tensor, offsets: Tensor, expected_pids: Tensor, expected_offsets: Tensor, file: Path | str
+) -> None:
+    """Lists as in check_pid_lists are those that the codes make; names the first centroid whose list differs."""
+    if not torch.equal(offsets, expected_offsets):
+        centroid = int((offsets != expected_offsets).to(torch.uint8).argmax()) - 1
+    elif not torch.equal(pids, expected_pids):
+        at = (pids != expected_pids).to(torch.uint8).argmax()
+        centroid = int(torch.searchsorted(offsets, at, right=True)) - 1
+    else:
+        return
+    expected, got = expected_offsets[centroid : centroid + 2].tolist(), offsets[centroid : centroid + 2].tolist()
+    raise invalid(
+        file,
+        f"pids of centroid {centroid}",
+        f"the {expected[1] - expected[0]} passages with its code, {expected_pids[slice(*expected)][:8].tolist()}...",
+        f"{got[1] - got[0]}, {pids[slice(*got)][:8].tolist()}...",
+    )

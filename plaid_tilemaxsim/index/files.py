@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,11 +19,14 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
+from plaid_tilemaxsim.index.archive import check_sums, read_records
 from plaid_tilemaxsim.index.checks import (
+    check_file,
     check_finite,
     check_int,
     check_pid_lists,
     check_range,
+    check_same_lists,
     check_tensor,
     invalid,
 )
@@ -30,6 +34,7 @@ from plaid_tilemaxsim.index.lists import build_pid_lists
 
 NBITS = (1, 2, 4, 8)
 INT32_MAX = 2**31 - 1
+FLOAT16_MAX = 65504.0
 FLOATS = (torch.float32, torch.float16)
 INTS = (torch.int32, torch.int64)
 # Files up to this size enter PlaidIndex.digest by content, larger ones by size and time alone.
@@ -128,10 +133,23 @@ class PlaidIndex:
         return digest.hexdigest()
 
     def verify_contents(self) -> None:
-        """Reads all codes and lists; ValueError unless codes in [0, C) and lists strictly rise in [0, N)."""
+        """Reads every byte and sorts the codes of every chunk, which takes minutes for hundreds of millions of tokens.
+
+        ValueError unless data are those of the CRC-32 that torch.save wrote, codes lie in [0, C), and the list of
+        each centroid is that of the passages with its code, strictly ascending. (IndexUpdater.remove takes passages
+        from the lists alone until it saves them, so an index in memory after that is refused.)
+        """
+        for file in self.files:
+            if file.suffix == ".pt":
+                check_sums(file)
         for chunk in self.chunks:
             check_range(chunk.codes, chunk.codes_file, "codes", 0, self.num_centroids)
         check_pid_lists(self.ivf_pids, self.ivf_offsets, self.num_passages, self.ivf_file)
+        runs = (
+            (chunk.codes, self.doclens[chunk.pid_start : chunk.pid_start + chunk.num_passages]) for chunk in self.chunks
+        )
+        pids, offsets = build_pid_lists(runs, self.num_centroids)
+        check_same_lists(self.ivf_pids, self.ivf_offsets, pids, offsets, self.ivf_file)
 
     @classmethod
     def from_tensors(
@@ -177,7 +195,7 @@ class PlaidIndex:
             if tensor.size(0) < num_tokens:
                 raise invalid(path, name, f"the {num_tokens} rows that doclens add up to", tensor.size(0))
         lists = (ivf.cpu(), ivf_lengths.cpu())
-        ivf_pids, ivf_offsets = _check_ivf(lists, half.size(0), doclens.numel(), path)
+        ivf_pids, ivf_offsets = _check_ivf(lists, half.size(0), doclens.numel(), num_tokens, path)
         codes, residuals = codes[:num_tokens], residuals[:num_tokens]
         index = cls(
             path=path,
@@ -203,9 +221,10 @@ class PlaidIndex:
 def read_index(path: Path | str, *, verify: Verify = "full") -> PlaidIndex:
     """Reads and checks the stock PLAID index in a folder; codes, residuals and lists are mapped, not copied.
 
-    "structure" checks presence, types, dtypes, shapes, counts, doclens, list lengths and all small tensors.
-    "full" also runs verify_contents. Whoever skips that must check codes and pids before indexing by them
-    (load_resident does, on the device).
+    "structure" checks presence, types, dtypes, shapes, counts, doclens, list lengths and all small tensors, and no
+    size is believed that bytes in the file do not back. "full" also runs verify_contents. Whoever skips that must
+    check codes and pids before indexing by them (load_resident does, on the device). Symbolic links must stay in the
+    folder (check_file says which else).
     The metadata's num_embeddings is not used, since stock's IndexUpdater gets it wrong: sizes come from codes
     and doclens. Raises ValueError naming file, field, expected and got.
     """
@@ -230,10 +249,11 @@ def read_index(path: Path | str, *, verify: Verify = "full") -> PlaidIndex:
     centroids_file = folder / "centroids.pt"
     value = _load(centroids_file)
     centroids = check_tensor(value, centroids_file, "centroids", (torch.float16,), (None, dim))
-    num_centroids = _check_centroids(centroids, centroids_file).size(0)
+    num_centroids = centroids.size(0)
     if metadata.get("num_partitions", num_centroids) != num_centroids:
         got = repr(metadata["num_partitions"])[:80]
         raise invalid(metadata_file, "num_partitions", f"{num_centroids}, the rows of centroids.pt", got)
+    _check_centroids(centroids, centroids_file)
     buckets_file = folder / "buckets.pt"
     cutoffs, weights = _check_buckets(_load(buckets_file), nbits, buckets_file)
     average_file = folder / "avg_residual.pt"
@@ -253,7 +273,7 @@ def read_index(path: Path | str, *, verify: Verify = "full") -> PlaidIndex:
     check_int(pid_start, folder, "number of passages", 0, INT32_MAX)
 
     ivf_file = folder / "ivf.pid.pt"
-    if not ivf_file.exists() and (folder / "ivf.pt").exists():
+    if not os.path.lexists(ivf_file) and (folder / "ivf.pt").exists():
         # The old file lists embedding ids, which codes and doclens tell too. Stock would write to the folder.
         for chunk in chunks:
             check_range(chunk.codes, chunk.codes_file, "codes", 0, num_centroids)
@@ -261,7 +281,7 @@ def read_index(path: Path | str, *, verify: Verify = "full") -> PlaidIndex:
         ivf_pids, ivf_offsets = build_pid_lists(runs, num_centroids)
     else:
         files.append(ivf_file)
-        ivf_pids, ivf_offsets = _check_ivf(_load(ivf_file), num_centroids, pid_start, ivf_file)
+        ivf_pids, ivf_offsets = _check_ivf(_load(ivf_file), num_centroids, pid_start, token_start, ivf_file)
 
     doclens = torch.cat(parts)
     index = PlaidIndex(
@@ -297,9 +317,10 @@ def _chunk_files(folder: Path, number: int) -> tuple[Path, Path, Path, Path]:
 def _check_chunk_files(folder: Path, num_chunks: int, metadata_file: Path) -> None:
     """The folder has the files of chunks 0 .. num_chunks - 1 and of no other chunk."""
     pattern = re.compile(r"(\d+)\.(?:codes|residuals)\.pt")
-    found = {int(match[1]) for file in folder.iterdir() if (match := pattern.fullmatch(file.name))}
-    if len(found) != num_chunks or found != set(range(num_chunks)):
-        got = ", ".join(map(str, sorted(found)[:20])) or "none"
+    # By name, not by number: 00.codes.pt is no other name for 0.codes.pt.
+    found = {match[1] for file in folder.iterdir() if (match := pattern.fullmatch(file.name))}
+    if len(found) != num_chunks or found != set(map(str, range(num_chunks))):
+        got = ", ".join(sorted(found, key=lambda number: (len(number), number))[:20]) or "none"
         expected = f"files of {num_chunks} chunks, numbered from 0"
         raise invalid(metadata_file, "num_chunks", expected, f"chunks {got}")
 
@@ -356,8 +377,12 @@ def _check_buckets(value: Any, nbits: int, file: Path) -> tuple[Tensor, Tensor]:
     weights = check_tensor(value[1], file, "bucket_weights", FLOATS, (2**nbits,)).float()
     check_finite(cutoffs, file, "bucket_cutoffs")
     check_finite(weights, file, "bucket_weights")
-    if bool((cutoffs[1:] < cutoffs[:-1]).any()):
-        raise invalid(file, "bucket_cutoffs", "ascending values", cutoffs.tolist()[:8])
+    for name, values in (("bucket_cutoffs", cutoffs), ("bucket_weights", weights)):
+        if bool((values[1:] < values[:-1]).any()):
+            raise invalid(file, name, "ascending values", values.tolist()[:8])
+        # Stock holds them in float16 on a GPU. Larger ones would make norms and scores infinite, then NaN.
+        if bool((values.abs() > FLOAT16_MAX).any()):
+            raise invalid(file, name, "values within float16", values.tolist()[:8])
     return cutoffs, weights
 
 
@@ -369,18 +394,20 @@ def _check_avg_residual(value: Any, dim: int, file: Path) -> None:
     check_finite(check_tensor(value, file, "avg_residual", FLOATS, shape), file, "avg_residual")
 
 
-def _check_ivf(value: Any, num_centroids: int, num_passages: int, file: Path) -> tuple[Tensor, Tensor]:
+def _check_ivf(value: Any, num_centroids: int, num_passages: int, num_tokens: int, file: Path) -> tuple[Tensor, Tensor]:
     """(pids int32 [n], offsets int64 [C + 1]) without the tail that stock pads the pids with."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise invalid(file, "ivf", "a pair (pids, lengths)", type(value).__name__)
     pids = check_tensor(value[0], file, "pids", INTS, (None,))
     lengths = check_tensor(value[1], file, "lengths", INTS, (num_centroids,))
     # Each length first: then the sum cannot wrap.
-    check_range(lengths, file, "lengths", 0, pids.numel() + 1)
+    check_range(lengths, file, "lengths", 0, min(pids.numel(), num_passages) + 1)
     offsets = _offsets(lengths)
     total = int(offsets[-1])
     if total > pids.numel():
         raise invalid(file, "lengths", f"lists within the {pids.numel()} pids", f"a sum of {total}")
+    if total > num_tokens:  # a passage is in the list of a centroid for one of its tokens at least
+        raise invalid(file, "lengths", f"lists of no more pids than the {num_tokens} tokens", f"a sum of {total}")
     pids = pids[:total]
     if pids.dtype is torch.int64:
         check_range(pids, file, "pids", 0, num_passages)
@@ -399,9 +426,8 @@ def _offsets(lengths: Tensor) -> Tensor:
 
 
 def _load(file: Path) -> Any:
-    """torch.load without code execution; what goes wrong inside is a ValueError that names the file."""
-    if not file.is_file():
-        raise invalid(file, "file", "a file", "none")
+    """torch.load of a file that can only hold tensors; what goes wrong inside is a ValueError that names the file."""
+    read_records(file)
     try:
         return torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # whatever a damaged or hostile file provokes in the reader
@@ -410,11 +436,16 @@ def _load(file: Path) -> Any:
 
 def read_json(file: Path, kind: type) -> Any:
     """The JSON value in a file, of type ``kind`` (dict or list); ValueError that names the file otherwise."""
-    if not file.is_file():
-        raise invalid(file, "file", "a file", "none")
+    check_file(file)
+    blocks = []
     try:
-        value = json.loads(file.read_bytes(), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        with file.open("rb") as data:
+            while block := data.read(1 << 20):
+                if 0 in block:  # as the holes of a sparse file, whose size says nothing of what is there
+                    raise ValueError("a zero byte")
+                blocks.append(block)
+        value = json.loads(b"".join(blocks), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError, OSError) as error:
         raise invalid(file, "content", "valid JSON", _first_line(error)) from error
     if type(value) is not kind:
         expected = "a JSON object" if kind is dict else "a JSON array"

@@ -1,8 +1,9 @@
-"""The command line: ``plaid-tilemaxsim run | inspect | warmup | pq | tune | eval | env``."""
+"""The command line: ``plaid-tilemaxsim run | inspect | warmup | pq | tune | serve | eval | env``."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import importlib.util
 import io
@@ -13,6 +14,8 @@ import types
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Any, cast
+
+from plaid_tilemaxsim.serve_requests import Limits
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,6 +96,26 @@ def _parser() -> argparse.ArgumentParser:
         "--quick", action="store_true", help="only the shapes of a search with 32 tokens of 128 dimensions"
     )
     tune.set_defaults(command=_tune)
+
+    serve = commands.add_parser(
+        "serve",
+        help="answer searches over HTTP, in batches",
+        description='Loads an index and its encoder and answers POST /search {"query": TEXT, "k": 10} with JSON; also '
+        "GET /health, /metrics (Prometheus) and /openapi.json. Queries that come together are searched together. "
+        "SIGTERM ends it once it has answered what it accepted. Needs pip install 'plaid-tilemaxsim[serve]'.",
+        epilog="""example: curl -H 'Content-Type: application/json' -d '{"query": "what is MaxSim?", "k": 5}' """
+        "http://127.0.0.1:8000/search",
+    )
+    serve.add_argument("index", metavar="INDEX", help="folder of the index")
+    serve.add_argument("--checkpoint", help="ColBERT checkpoint (default: the one that the index names)")
+    serve.add_argument("--collection", metavar="FILE.tsv", help='passages, for requests with {"text": true}')
+    serve.add_argument("--scorer-options", type=_json_object, metavar="JSON", help="as in ColBERTConfig")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s, this machine)")
+    serve.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    for limit in dataclasses.fields(Limits):
+        option, text = f"--{limit.name.replace('_', '-')}", f"{limit.metadata['help']} (default: %(default)s)"
+        serve.add_argument(option, type=type(limit.default), default=limit.default, metavar="N", help=text)
+    serve.set_defaults(command=_serve)
 
     commands.add_parser("eval", help="index, search, measure and compare on MS MARCO, BEIR, ...: eval --help")
 
@@ -248,6 +271,21 @@ def _tune(args: argparse.Namespace) -> int:
         return 2
     tuner.write(args.out, table)
     print(f"{args.out}: {len(table['entries'])} choices for {table['gpu']}")
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    try:
+        limits = Limits(**{limit.name: getattr(args, limit.name) for limit in dataclasses.fields(Limits)})
+        from plaid_tilemaxsim import serve
+
+        searcher, texts = serve.open_searcher(
+            args.index, checkpoint=args.checkpoint, collection=args.collection, scorer_options=args.scorer_options
+        )
+        serve.serve(serve.create_app(searcher, limits, texts), args.host, args.port)
+    except (ValueError, ImportError, OSError) as error:
+        print(f"plaid-tilemaxsim: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -1,0 +1,417 @@
+"""``plaid-tilemaxsim serve INDEX``: searches over HTTP, the queries of many clients in one batch.
+
+    POST /search        {"query": "text", "k": 10} or {"queries": ["text", ...]}; "pids": [...] scores exactly these
+                        passages instead of searching; "text": true adds the passages themselves
+    GET  /health        200 while searches succeed, else 503
+    GET  /metrics       Prometheus
+    GET  /openapi.json  the same in OpenAPI's words
+
+JSON in and out. One thread owns the index and the encoder; requests wait for it in a queue of limited length. What is
+wrong with a request is said in {"error": "..."}: 4xx where it can be mended, 503 with Retry-After where the queue is
+full. There is no authentication: whoever reaches the port can search.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+try:
+    import uvicorn
+    from fastapi import FastAPI, Request, Response
+    from prometheus_client import (
+        CollectorRegistry,
+        Counter,
+        Gauge,
+        Histogram,
+        PlatformCollector,
+        ProcessCollector,
+        generate_latest,
+    )
+    from starlette.exceptions import HTTPException
+except ImportError as error:
+    raise ImportError(f"{error.name} is not installed here; pip install 'plaid-tilemaxsim[serve]'") from None
+
+from plaid_tilemaxsim import __version__, enable
+from plaid_tilemaxsim.funnel import default_params
+from plaid_tilemaxsim.metrics import NAMESPACE, SECONDS, SearchMetrics
+from plaid_tilemaxsim.serve_requests import Limits, Query, Refused, parse
+
+logger = logging.getLogger("plaid_tilemaxsim")
+
+RETRY_AFTER_SECONDS = 1
+# A client that sends no faster than this is cut off.
+BODY_SECONDS = 10.0
+# Batches in a row whose failure makes /health say so.
+FAILING = 3
+
+
+@dataclass(frozen=True)
+class Answer:
+    pids: Sequence[int]
+    scores: Sequence[float]
+
+
+@dataclass
+class _Waiting:
+    query: Query
+    arrived: float
+    answer: Future[Answer] = field(default_factory=Future)
+
+
+class Batcher:
+    """One thread that answers queries in batches, in the order they come.
+
+    search: answers a batch in order; called from that thread alone. A batch starts when ``max_batch`` queries wait or
+    the first has waited ``max_wait_ms``, so a busy server batches what came meanwhile. Where a batch fails, its queries
+    are tried one by one: nobody fails for another's query. observe: gets each batch's size and the seconds that its
+    first query waited.
+    """
+
+    def __init__(
+        self,
+        search: Callable[[Sequence[Query]], Sequence[Answer]],
+        limits: Limits,
+        observe: Callable[[int, float], None] = lambda queries, seconds: None,
+    ) -> None:
+        self._search = search
+        self._limits = limits
+        self._observe = observe
+        self._waiting: deque[_Waiting] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._failures = 0
+        self._thread = threading.Thread(target=self._run, name="plaid-tilemaxsim serve", daemon=True)
+        self._thread.start()
+
+    def __len__(self) -> int:
+        """Queries that wait."""
+        return len(self._waiting)
+
+    @property
+    def healthy(self) -> bool:
+        return self._thread.is_alive() and not self._closing and self._failures < FAILING
+
+    def submit(self, queries: Sequence[Query]) -> list[Future[Answer]]:
+        """All of them or, where they do not all fit into the queue, Refused with status 503."""
+        now = time.monotonic()
+        items = [_Waiting(query, now) for query in queries]
+        with self._changed:
+            if self._closing:
+                raise Refused(503, "the server is shutting down")
+            if len(self._waiting) + len(items) > self._limits.max_queue:
+                raise Refused(503, f"expected room for {len(items)} queries, got {len(self._waiting)} waiting already")
+            self._waiting.extend(items)
+            self._changed.notify()
+        return [item.answer for item in items]
+
+    def close(self) -> None:
+        """Answers what waits, then ends the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while batch := self._next():
+            self._observe(len(batch), time.monotonic() - batch[0].arrived)
+            # A client that has gone cancelled its query.
+            self._answer([item for item in batch if item.answer.set_running_or_notify_cancel()])
+
+    def _next(self) -> list[_Waiting]:
+        """The next batch, once it is due; empty when there will be none."""
+        most, waiting = self._limits.max_batch, self._waiting
+        with self._changed:
+            self._changed.wait_for(lambda: waiting or self._closing)
+            if waiting:
+                left = waiting[0].arrived + self._limits.max_wait_ms / 1e3 - time.monotonic()
+                self._changed.wait_for(lambda: len(waiting) >= most or self._closing, timeout=max(left, 0))
+            return [waiting.popleft() for _ in range(min(most, len(waiting)))]
+
+    def _answer(self, batch: Sequence[_Waiting]) -> None:
+        if not batch:
+            return
+        try:
+            answers = self._search([item.query for item in batch])
+        except Exception as error:
+            if len(batch) > 1:
+                for item in batch:
+                    self._answer([item])
+                return
+            logger.exception("a search failed: %r", batch[0].query)
+            self._failures += 1
+            batch[0].answer.set_exception(error)
+            return
+        self._failures = 0
+        for item, answer in zip(batch, answers, strict=True):
+            item.answer.set_result(answer)
+
+
+class BatchSearch:
+    """Answers batches with a Searcher: all texts are encoded at once, then searched at once."""
+
+    def __init__(self, searcher: Any, max_k: int) -> None:
+        self._searcher = searcher
+        self._max_k = max_k
+
+    def __call__(self, queries: Sequence[Query]) -> list[Answer]:
+        ranker, config = self._searcher.ranker, self._searcher.config
+        Q = self._searcher.encode([query.text for query in queries])
+        found: dict[int, tuple[list[int], list[float]]] = {}
+        together: dict[int, list[int]] = {}
+        for i, query in enumerate(queries):
+            if query.pids is None:
+                together.setdefault(self._shared_k(query.k), []).append(i)
+            else:
+                found[i] = ranker.search(config, Q[i : i + 1], query.k, pids=query.pids)
+        for k, members in together.items():
+            if len(members) == 1:  # has a faster way than a batch
+                found[members[0]] = ranker.search(config, Q[members[0]][None], k)
+            else:
+                found.update(zip(members, ranker.search_batch(config, Q[members], k), strict=True))
+        return [Answer(found[i][0][: query.k], found[i][1][: query.k]) for i, query in enumerate(queries)]
+
+    def _shared_k(self, k: int) -> int:
+        """The largest k that is searched in the same way: its first results are those of k.
+
+        So queries of different k share a batch, and clients cannot make a GPU record a graph for every k.
+        """
+        same = (n for n in (10, 100, 1024, self._max_k) if default_params(n) == default_params(k))
+        return max((n for n in same if k <= n <= self._max_k), default=k)
+
+    def warmup(self, max_batch: int) -> None:
+        """Compile, and on a GPU record, the searches of full and smaller batches for every range of k."""
+        sizes = [1] if self._searcher.config.total_visible_gpus == 0 else [2**i for i in range(max_batch.bit_length())]
+        for k in {min(n, self._max_k) for n in (10, 100, 1000)}:
+            for n in {*sizes, max_batch}:
+                self([Query("warm up", k)] * n)
+
+
+def create_app(searcher: Any, limits: Limits | None = None, texts: Sequence[str] | None = None) -> FastAPI:
+    """The server's app; compiles what it needs first. From then on a thread of its own alone uses the searcher.
+
+    searcher: a colbert Searcher whose config says scorer="tilemaxsim"; closed with the app. texts: passages by pid.
+    """
+    limits = limits or Limits()
+    num_passages: int = searcher.ranker.num_passages
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    named: dict[str, Any] = {"namespace": NAMESPACE, "registry": registry}
+    requests = Counter("http_requests", "Requests for /search by status", ("status",), **named)
+    seconds = Histogram("http_request_seconds", "Time of an answered request", buckets=SECONDS, **named)
+    sizes = Histogram("batch_queries", "Queries of a batch", buckets=[2**i for i in range(11)], **named)
+    waits = Histogram("wait_seconds", "Time that a batch's first query waited", buckets=SECONDS, **named)
+    queue = Gauge("waiting_queries", "Queries that wait now", **named)
+
+    def observe(queries: int, waited: float) -> None:
+        sizes.observe(queries)
+        waits.observe(waited)
+
+    search_batch = BatchSearch(searcher, limits.max_k)
+    search_batch.warmup(limits.max_batch)
+    SearchMetrics(registry).attach(searcher.ranker)
+    batcher = Batcher(search_batch, limits, observe)
+    queue.set_function(lambda: len(batcher))
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(batcher.close)
+        searcher.ranker.close()
+
+    # FastAPI's documentation pages load scripts from elsewhere.
+    app = FastAPI(title="plaid-tilemaxsim", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+
+    @app.exception_handler(HTTPException)
+    async def refuse(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return _json(error.status_code, {"error": message}, error.headers)
+
+    @app.get("/health")
+    async def health() -> Response:
+        status = {"passages": num_passages, "waiting": len(batcher), "version": __version__}
+        if batcher.healthy:
+            return _json(200, {"status": "ok", **status})
+        return _json(503, {"status": "failing", **status})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.post("/search", openapi_extra=_openapi(limits))
+    async def search(request: Request) -> Response:
+        began = time.perf_counter()
+        headers = None
+        try:
+            wanted = parse(await _read(request, limits.max_body_bytes), limits, num_passages, texts is not None)
+            answers = await asyncio.gather(*map(asyncio.wrap_future, batcher.submit(wanted.queries)))
+            results = [_result(answer, texts if wanted.with_text else None) for answer in answers]
+            response = _json(200, results[0] if wanted.single else {"results": results})
+            seconds.observe(time.perf_counter() - began)
+        except Refused as refused:
+            if refused.status == 503:
+                headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+            response = _json(refused.status, {"error": str(refused)}, headers)
+        except Exception:
+            logger.debug("answered 500", exc_info=True)  # the batcher has said why
+            response = _json(500, {"error": "the search failed; the server's log says why"})
+        requests.labels(str(response.status_code)).inc()
+        return response
+
+    return app
+
+
+async def _read(request: Request, most: int) -> bytes:
+    """The body, of JSON by its header; never more of it than ``most`` bytes."""
+    kind = request.headers.get("content-type", "")
+    # Also keeps a foreign web page in the user's browser from posting here: it may not set this header.
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        raise Refused(415, f"Content-Type: expected application/json, got {kind or 'none'}")
+    length = request.headers.get("content-length", "0")
+    if int(length) > most:
+        raise Refused(413, f"body: expected at most {most} bytes, got {length}")
+
+    async def read() -> bytes:
+        parts, size = [], 0
+        async for part in request.stream():
+            parts.append(part)
+            size += len(part)
+            if size > most:
+                raise Refused(413, f"body: expected at most {most} bytes, got more")
+        return b"".join(parts)
+
+    try:
+        return await asyncio.wait_for(read(), BODY_SECONDS)
+    except asyncio.TimeoutError:
+        raise Refused(408, f"body: expected all of it within {BODY_SECONDS:g} s, got a part") from None
+
+
+def _result(answer: Answer, texts: Sequence[str] | None) -> dict[str, Any]:
+    """JSON knows no -inf, the score of an empty passage: null."""
+    scores = [score if math.isfinite(score) else None for score in answer.scores]
+    result = {"pids": answer.pids, "ranks": list(range(1, len(scores) + 1)), "scores": scores}
+    return result if texts is None else {**result, "passages": [texts[pid] for pid in answer.pids]}
+
+
+def _json(status: int, content: Any, headers: Mapping[str, str] | None = None) -> Response:
+    body = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return Response(body.encode(), status, headers, "application/json")
+
+
+def _openapi(limits: Limits) -> dict[str, Any]:
+    text = {"type": "string", "minLength": 1, "maxLength": limits.max_query_chars}
+    integers = {"type": "array", "items": {"type": "integer"}}
+    asked = {
+        "query": text,
+        "queries": {"type": "array", "items": text, "minItems": 1, "maxItems": limits.max_queries},
+        "k": {"type": "integer", "minimum": 1, "maximum": limits.max_k, "default": min(10, limits.max_k)},
+        "pids": {**integers, "maxItems": limits.max_pids},
+        "text": {"type": "boolean", "default": False},
+    }
+    result = {
+        "pids": integers,
+        "ranks": integers,
+        "scores": {"type": "array", "items": {"type": ["number", "null"]}},
+        "passages": {"type": "array", "items": {"type": "string"}},
+    }
+    results = {"type": "object", "properties": {"results": {"type": "array", "items": _object(result)}}}
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _object(asked)}}},
+        "responses": {
+            "200": {"content": {"application/json": {"schema": {"anyOf": [_object(result), results]}}}},
+            **{
+                status: {"description": text}
+                for status, text in {
+                    "400": "no JSON",
+                    "408": "the body came too slowly",
+                    "413": "the body is too large",
+                    "415": "the Content-Type is another",
+                    "422": "a field is not as expected",
+                    "503": "too many queries wait",
+                }.items()
+            },
+        },
+    }
+
+
+def _object(properties: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties}
+
+
+def open_searcher(
+    index: str | Path,
+    *,
+    checkpoint: str | None = None,
+    collection: str | None = None,
+    scorer_options: Mapping[str, Any] | None = None,
+) -> tuple[Any, list[str] | None]:
+    """(a colbert Searcher that scores with tilemaxsim, the passages' texts or None without ``collection``).
+
+    collection: a .tsv of pid and passage. Raises ValueError where the files do not fit each other.
+    """
+    from plaid_tilemaxsim.index.files import read_index
+
+    index = Path(index).resolve()
+    passages = read_index(index).num_passages  # says what is wrong with an index, before anything heavy is loaded
+    enable()
+    from colbert import Searcher
+    from colbert.data import Collection
+    from colbert.infra import ColBERTConfig
+
+    # Stock insists on a collection, and loads the index's own where none is given. range takes no memory.
+    held = Collection(data=range(passages)) if collection is None else _read_collection(collection, passages)
+    config = ColBERTConfig(scorer="tilemaxsim", scorer_options=dict(scorer_options or {}))
+    searcher = Searcher(index=str(index), checkpoint=checkpoint, collection=held, config=config, verbose=1)
+    return searcher, None if collection is None else held.data
+
+
+def _read_collection(path: str, passages: int) -> Any:
+    from colbert.data import Collection
+
+    if not path.endswith(".tsv"):
+        raise ValueError(f"collection: expected a .tsv file of pid and passage, got {path}")
+    try:
+        read = Collection(path)
+    except (AssertionError, ValueError) as error:
+        raise ValueError(f"{path}: expected lines of pid, tab, passage, with pids from 0 upward ({error})") from None
+    if len(read) != passages:
+        raise ValueError(f"{path}: expected the index's {passages} passages, got {len(read)}")
+    return read
+
+
+def serve(app: FastAPI, host: str, port: int, *, shutdown_seconds: float = 30.0) -> None:
+    """Serves until SIGTERM or SIGINT; then answers what it has accepted, for at most ``shutdown_seconds``.
+
+    port 0 takes a free one. Prints the address. Raises OSError where it cannot be had.
+    """
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False,
+        timeout_graceful_shutdown=math.ceil(shutdown_seconds),
+    )  # fmt: skip
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        host, port = listener.getsockname()[:2]
+        print(f"http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+        # uvicorn raises the signal that ended it once more when it is done.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        server = uvicorn.Server(config)
+        server.run(sockets=[listener])
+        if not server.started:
+            raise RuntimeError("the server did not start; its log says why")

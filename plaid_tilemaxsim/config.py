@@ -16,6 +16,7 @@ _CHOICES = {
     "placement": ("auto", "gpu", "host", "disk"),
     "impl": ("auto", "triton", "torch"),
     "verify": ("full", "structure"),
+    "encoder": ("stock", "fast"),
 }
 _INTEGERS = ("pq_m", "prefilter")
 _FLAGS = {"0": False, "1": True}
@@ -43,6 +44,8 @@ class ScorerConfig:
                 scoring; None scores all exactly
     tuning      file that ``plaid-tilemaxsim tune`` wrote on a GPU of this kind: its block choices, for the whole
                 process, instead of the built-in ones; None leaves them as they are
+    encoder     of the texts given to a Searcher: "fast" records the model as CUDA graphs, with embeddings that equal
+                stock's up to the rounding of fp16 (on a CPU it is stock's model as it is); "stock" is colbert-ai's
     stats       measure the stages of each search, into the scorer's ``last_search_stats``
 
     The environment variable PLAID_TILEMAXSIM_<NAME> sets the default of option <name>.
@@ -57,6 +60,7 @@ class ScorerConfig:
     verify: str = "structure"
     prefilter: int | None = None
     tuning: str | None = None
+    encoder: str = "stock"
     stats: bool = False
 
     def __post_init__(self) -> None:

@@ -238,13 +238,14 @@ def _has_registry() -> bool:
 
 def _register_scorer(changes: _Changes) -> None:
     """Makes Searcher use TileMaxSimScorer, which leaves the work to stock unless a call's config says otherwise."""
-    if _has_registry():
-        return
     import colbert.searcher
 
     from plaid_tilemaxsim.scorer import TileMaxSimScorer
 
     Searcher = colbert.searcher.Searcher
+    changes.set(Searcher, "encode", _wrap_encode(Searcher.encode))
+    if _has_registry():
+        return
     # Searcher.__init__ looks this name up when it is called.
     changes.set(colbert.searcher, "IndexScorer", TileMaxSimScorer)
     changes.set(Searcher, "__init__", _wrap_init(Searcher.__init__))
@@ -273,6 +274,21 @@ def _wrap_init(stock: Callable[..., None]) -> Callable[..., None]:
             )
 
     return __init__
+
+
+def _wrap_encode(stock: Callable[..., Any]) -> Callable[..., Any]:
+    from plaid_tilemaxsim.scorer import TileMaxSimScorer
+
+    @functools.wraps(stock)
+    def encode(self: Any, text: Any, full_length_search: bool = False) -> Any:
+        ours = isinstance(self.ranker, TileMaxSimScorer) and scorer_of(self.config) == "tilemaxsim"
+        if not ours or options_of(self.config).encoder == "stock":
+            return stock(self, text, full_length_search=full_length_search)
+        texts = text if type(text) is list else [text]
+        encoder = self.ranker.encoder(self.checkpoint)
+        return encoder.encode(texts, self.config.query_maxlen, full_length=full_length_search)
+
+    return encode
 
 
 def _wrap_dense_search(stock: Callable[..., Any]) -> Callable[..., Any]:

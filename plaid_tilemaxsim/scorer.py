@@ -20,7 +20,7 @@ from torch import Tensor
 
 from plaid_tilemaxsim import compat
 from plaid_tilemaxsim.config import ScorerConfig
-from plaid_tilemaxsim.plugin import options_of, scorer_of
+from plaid_tilemaxsim.plugin import is_enabled, options_of, scorer_of
 from plaid_tilemaxsim.stats import SearchStats, Watch
 
 compat.allow_missing_git()
@@ -28,6 +28,7 @@ compat.allow_missing_git()
 from colbert.search.index_storage import IndexScorer  # noqa: E402
 
 if TYPE_CHECKING:
+    from plaid_tilemaxsim.encoder import QueryEncoder
     from plaid_tilemaxsim.engine import SearchEngine, SearchParams
     from plaid_tilemaxsim.index.files import PlaidIndex
     from plaid_tilemaxsim.index.resident import ResidentIndex
@@ -108,6 +109,7 @@ class TileMaxSimScorer(IndexScorer):
         self._lock = threading.RLock()
         self._warned: set[str] = set()
         self._loaded: _Loaded | None = None
+        self._encoder: QueryEncoder | None = None
         self._told = threading.local()
 
     @property
@@ -242,6 +244,15 @@ class TileMaxSimScorer(IndexScorer):
         if self.on_search is not None:
             self.on_search(stats)
 
+    def encoder(self, checkpoint: Any) -> QueryEncoder:
+        """The recorded encoder of colbert-ai's Checkpoint, the same at every call for one checkpoint."""
+        from plaid_tilemaxsim.encoder import QueryEncoder
+
+        with self._lock:
+            if self._encoder is None or self._encoder.checkpoint is not checkpoint:
+                self._encoder = QueryEncoder(checkpoint)
+            return self._encoder
+
     def warmup(self, config: Any, k: int, lq: int | None = None) -> None:
         """Load the index and compile, and on a GPU record, searches for k results with ``lq`` query tokens.
 
@@ -306,15 +317,17 @@ class TileMaxSimScorer(IndexScorer):
         self._revision += 1
 
     def close(self) -> None:
-        """Frees what the engines hold; the next search loads the index again."""
+        """Frees what engines and encoder hold; the next search loads the index again."""
         with self._lock:
             loaded, self._loaded = self._loaded, None
             for engine in () if loaded is None else set(loaded.engines.values()):
                 engine.close()
+            if self._encoder is not None:
+                self._encoder.close()
 
     def __getstate__(self) -> dict[str, Any]:
         """Stock's attributes, as stock pickles them; the engine is built again where it is needed."""
-        ours = ("_lock", "_warned", "_loaded", "_told", "on_search")
+        ours = ("_lock", "_warned", "_loaded", "_encoder", "_told", "on_search")
         return {name: value for name, value in vars(self).items() if name not in ours}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -408,6 +421,8 @@ class TileMaxSimScorer(IndexScorer):
 
     def _build(self, index: PlaidIndex, options: ScorerConfig, kept: dict[Key, SearchEngine]) -> SearchEngine:
         """An engine beside those kept, on their device; empties ``kept`` where memory is too small for that."""
+        if options.encoder == "fast" and not is_enabled():
+            self._once(logging.WARNING, 'encoder="fast" needs plaid_tilemaxsim.enable(); until then stock encodes')
         device = torch.device("cuda", torch.cuda.current_device()) if self._on_gpu() else torch.device("cpu")
         others = list(kept.values())
         if not others:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -145,8 +146,13 @@ def make_collection(n: int = 300, seed: int = 0) -> list[str]:
     return [" ".join(WORDS[i] for i in torch.randint(0, len(WORDS), (size,), generator=gen).tolist()) for size in sizes]
 
 
-def make_checkpoint(path: str | Path, dim: int = 64, seed: int = 0, *, hidden: int = 64, layers: int = 2) -> Path:
-    """Write a ColBERT checkpoint under `path`: a random BERT, its projection, a tokenizer of `WORDS`."""
+def make_checkpoint(
+    path: str | Path, dim: int = 64, seed: int = 0, *, hidden: int = 64, layers: int = 2, **bert: Any
+) -> Path:
+    """Write a ColBERT checkpoint under `path`: a random BERT, its projection, a tokenizer of `WORDS`.
+
+    `bert`: more of BertConfig.
+    """
     from safetensors.torch import save_file
     from transformers import BertConfig, BertModel
 
@@ -157,14 +163,9 @@ def make_checkpoint(path: str | Path, dim: int = 64, seed: int = 0, *, hidden: i
     tokenizer = {"tokenizer_class": "BertTokenizer", "do_lower_case": True}
     (path / "tokenizer_config.json").write_text(json.dumps(tokenizer) + "\n")
 
-    config = BertConfig(
-        vocab_size=len(vocab),
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        intermediate_size=2 * hidden,
-        architectures=["HF_ColBERT"],
-    )
+    shape = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": 2}
+    shape |= {"vocab_size": len(vocab), "intermediate_size": 2 * hidden, **bert}
+    config = BertConfig(**shape, architectures=["HF_ColBERT"])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         weights = {f"bert.{name}": tensor.contiguous() for name, tensor in BertModel(config).state_dict().items()}

@@ -1,0 +1,54 @@
+"""CUDA graphs over static buffers: recorded one at a time in a process, replayed by one caller at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+# Recording synchronises the device, which fails while another thread records.
+_recording = threading.Lock()
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Where everything is recorded: cuBLAS keeps a workspace for every stream that it ever ran on."""
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def recording(device: torch.device, pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
+    """The graph of the work inside, which must have run once before. Graphs of one pool share memory: one replay
+    at a time."""
+    with _recording, torch.cuda.device(device):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=_stream(device), capture_error_mode="thread_local"):
+            yield graph
+
+
+class Turns:
+    """Gives the buffers on a device to one caller at a time, in whatever thread and on whatever stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._lock = threading.RLock()
+        self._last: torch.cuda.Stream | None = None
+
+    @contextlib.contextmanager
+    def take(self) -> Iterator[None]:
+        """The current stream's work inside comes after the work of the caller before."""
+        with self._lock:
+            if self.device.type != "cuda":
+                yield
+                return
+            here = torch.cuda.current_device() == self.device.index
+            with contextlib.nullcontext() if here else torch.cuda.device(self.device):
+                stream = torch.cuda.current_stream()
+                if self._last is not None and self._last != stream:
+                    stream.wait_stream(self._last)
+                self._last = stream
+                yield

@@ -1,4 +1,7 @@
-"""Compile the C++ extensions of stock PLAID's CPU search, those of different modules at the same time."""
+"""Compile the C++ extensions of stock PLAID's search, those of different modules at the same time.
+
+With the argument gpu, those of its GPU search.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,24 @@ import signal
 import subprocess
 import sys
 
-LOADERS = (
-    "from colbert.search.index_storage import IndexScorer as Stock",
-    "from colbert.search.strided_tensor import StridedTensor as Stock",
-    "from colbert.modeling.colbert import ColBERT as Stock",
+LOAD = "Stock.try_load_torch_extensions(False)"
+CPU = (
+    f"from colbert.search.index_storage import IndexScorer as Stock; {LOAD}",
+    f"from colbert.search.strided_tensor import StridedTensor as Stock; {LOAD}",
+    f"from colbert.modeling.colbert import ColBERT as Stock; {LOAD}",
+)
+# Stock compiles both of these one after the other.
+GPU = tuple(
+    "import pathlib, colbert.indexing.codecs.residual as stock; folder = pathlib.Path(stock.__file__).parent; "
+    f"stock.load(name='{name}_cpp', sources=[str(folder / '{name}.cpp'), str(folder / '{name}.cu')])"
+    for name in ("decompress_residuals", "packbits")
 )
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     # Each child leads a process group, so that its compilers end with it.
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", f"{loader}; Stock.try_load_torch_extensions(False)"], start_new_session=True
-        )
-        for loader in LOADERS
-    ]
+    programs = GPU if argv == ["gpu"] else CPU
+    children = [subprocess.Popen([sys.executable, "-c", program], start_new_session=True) for program in programs]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         return max(abs(child.wait()) for child in children)
@@ -32,4 +38,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -33,8 +33,8 @@ from eval.manifest import environment
 from eval.oracle import Oracle
 from eval.retrieve import Scored
 from eval.systems import OURS_CPU, OURS_GPU, STOCK_CPU, STOCK_GPU, Knobs, stock_marks
-from plaid_tilemaxsim.engine import SearchEngine, with_defaults
-from plaid_tilemaxsim.index.files import read_index
+from plaid_tilemaxsim.engine import SearchEngine, SearchParams, with_defaults
+from plaid_tilemaxsim.index.files import PlaidIndex, read_index
 from plaid_tilemaxsim.index.resident import load_resident
 from plaid_tilemaxsim.ops import api, reference
 
@@ -115,6 +115,66 @@ def kernel_errors(engine: SearchEngine, Q: Tensor) -> dict[str, float]:
 
 def scored(results: list[tuple[Any, Any]], candidates: list[Any]) -> Scored:
     return Scored.from_lists([(list(map(int, p)), list(map(float, s))) for p, s in results], candidates)
+
+
+def agreement(
+    stock: Any, config: Any, engine: SearchEngine, params: SearchParams, oracle: Oracle, queries: Tensor
+) -> dict[str, Any]:
+    """``compare`` of stock's IndexScorer and the engine on queries [n, LQ, DIM], at the same parameters."""
+    on_gpu = engine.device.type == "cuda"
+    queries, everything = queries.cpu(), replace(params, k=None)
+    ours_side = Side(
+        "ours",
+        scored(
+            [engine.search(q, everything) for q in queries],
+            [engine.candidates(q, params.ncells).cpu() for q in queries],
+        ),
+        OURS_GPU if on_gpu else OURS_CPU,
+    )
+    on_device = queries.to(engine.device).split(1)
+    with torch.inference_mode():
+        stock_candidates = [stock.retrieve(config, q)[0].cpu() for q in on_device]
+    stock_side = Side(
+        "stock",
+        scored([stock.rank(config, q) for q in on_device], stock_candidates),
+        STOCK_GPU if on_gpu else STOCK_CPU,
+        clamps=not on_gpu,
+    )
+    assert params.k is not None
+    knobs = Knobs(params.k, params.ncells, params.threshold, params.ndocs)
+    return compare(stock_side, ours_side, oracle, queries, knobs, [str(i) for i in range(len(queries))])
+
+
+def described(path: Path, index: PlaidIndex) -> dict[str, Any]:
+    return {
+        "path": path.name,
+        "passages": index.num_passages,
+        "tokens": index.num_tokens,
+        "centroids": index.num_centroids,
+        "dim": index.dim,
+        "nbits": index.nbits,
+        "bytes": index.nbytes,
+    }
+
+
+def recorded(commit: str | None) -> dict[str, Any]:
+    """Where and how this process runs, in words that mean something elsewhere: names, not places."""
+    where = environment()
+    words = [Path(word).name if Path(word).is_absolute() else word for word in where.pop("argv")]
+    return {**where, "command": " ".join(["python", *words]), **({"commit": commit} if commit else {})}
+
+
+def conclude(result: dict[str, Any], out: Path | None) -> None:
+    """Writes and prints a result; the process ends with 1 if it has problems."""
+    result = {"correct": not result["problems"], **result}
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_json(out, result)
+    for name, value in result["figures"].items():
+        print(f"{name:32s} {value:.4f}")
+    print("correct:", result["correct"], *result["problems"][:10], sep="\n  ")
+    if result["problems"]:
+        sys.exit(1)
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -312,28 +372,10 @@ def main() -> None:
                     began = at
                 passes.append(spent)
             detail[f"ab_k{k}"]["stock_stages_ms"] = {s: statistics.median(p[s] for p in passes) for s in passes[0]}
-            everything = replace(params, k=None)
-            ours_side = Side(
-                "ours",
-                scored(
-                    [engine.search(q, everything) for q in checked],
-                    [engine.candidates(q, params.ncells).cpu() for q in checked],
-                ),
-                OURS_GPU if on_gpu else OURS_CPU,
-            )
-            with torch.inference_mode():
-                stock_candidates = [stock.retrieve(config, q[None].to(device))[0].cpu() for q in checked]
-            stock_side = Side(
-                "stock",
-                scored([stock.rank(config, q[None].to(device)) for q in checked], stock_candidates),
-                STOCK_GPU if on_gpu else STOCK_CPU,
-                clamps=not on_gpu,
-            )
-            knobs = Knobs(k, params.ncells, params.threshold, params.ndocs)
-            agreement = compare(stock_side, ours_side, oracle, checked, knobs, [str(i) for i in range(len(checked))])
-            problems += [f"k={k}: {failure}" for failure in agreement["failures"]]
-            detail[f"ab_k{k}"]["agreement"] = agreement
-            for side, error in agreement["errors"].items():
+            agreed = agreement(stock, config, engine, params, oracle, checked)
+            problems += [f"k={k}: {failure}" for failure in agreed["failures"]]
+            detail[f"ab_k{k}"]["agreement"] = agreed
+            for side, error in agreed["errors"].items():
                 side_errors[side].append(error)
             print(f"k={k}: stock p50 {figures[f'stock_p50_ms_k{k}']:.2f} ms, ours beside it "
                   f"{statistics.median(times_ours):.3f} ms", flush=True)  # fmt: skip
@@ -381,33 +423,17 @@ def main() -> None:
             figures[f"host_p50_ms_k{k}"] = statistics.median(times)
         figures["host_placement_gpu_gb"] = (torch.cuda.max_memory_allocated(device) - before) / 1e9
 
-    where = environment()
-    # Names, not places: what is recorded must mean something elsewhere.
-    words = [Path(word).name if Path(word).is_absolute() else word for word in where.pop("argv")]
-    where["command"] = " ".join(["python", *words])
-    if args.commit:
-        where["commit"] = args.commit
     result = {
-        "correct": not problems,
         "problems": problems[:40],
         "figures": figures,
         "detail": detail,
-        "index": {"path": args.index.name, "passages": plaid_index.num_passages, "tokens": plaid_index.num_tokens,
-                  "centroids": plaid_index.num_centroids, "dim": plaid_index.dim, "nbits": plaid_index.nbits,
-                  "bytes": plaid_index.nbytes},
+        "index": described(args.index, plaid_index),
         "queries": len(timed_queries),
-        **where,
-    }  # fmt: skip
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        write_json(args.out, result)
+        **recorded(args.commit),
+    }
     if args.plot:
         plot(result, args.plot)
-    for name, value in figures.items():
-        print(f"{name:32s} {value:.4f}")
-    print("correct:", result["correct"], *problems[:10], sep="\n  ")
-    if problems:
-        sys.exit(1)
+    conclude(result, args.out)
 
 
 if __name__ == "__main__":

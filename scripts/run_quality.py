@@ -44,7 +44,7 @@ from eval.measure import MEASURES, means, measure, paired
 from eval.oracle import Oracle
 from eval.pipeline import METRIC_TOLERANCE
 from eval.retrieve import Scored, retrieve
-from eval.systems import OURS_CPU, OURS_GPU, STOCK_CPU, STOCK_GPU, Knobs, Plaid, Session, TileMaxSim, parse_system
+from eval.systems import STOCK_CPU, STOCK_GPU, Knobs, Plaid, Session, TileMaxSim, parse_system, tolerance_of
 from plaid_tilemaxsim.index.files import read_index
 from plaid_tilemaxsim.index.pq import find_pq, write_pq
 
@@ -350,7 +350,7 @@ def side_of(name: str, scored: Scored, gpu: bool) -> Side:
         return Side(name, scored, STOCK_CPU, clamps=True)
     if name == STOCK_OF_GPU:
         return Side(name, scored, STOCK_GPU)
-    return Side(name, scored, OURS_GPU if gpu else OURS_CPU)
+    return Side(name, scored, tolerance_of(parse_system(name)[1], gpu))
 
 
 def oracle_topk(oracle: Oracle, q: Tensor, k: int) -> tuple[list[int], list[float]]:
@@ -426,6 +426,7 @@ def merge(parts: dict[str, dict[str, Any]], failed: dict[str, str], gpu: bool) -
     by_codec: dict[str, list[float]] = {}
     stock_errors: dict[str, list[float]] = {STOCK_OF_GPU: [], STOCK_OF_CPU: []}
     equal: dict[str, list[str]] = {STOCK_OF_GPU: [], STOCK_OF_CPU: []}
+    equal_searches = {STOCK_OF_GPU: 0, STOCK_OF_CPU: 0}  # of one width and k
     differences: dict[str, float] = {STOCK_OF_GPU: 0.0, STOCK_OF_CPU: 0.0}
     tests: list[tuple[float, str]] = []  # p-values of all nDCG@10 tests, 1 where no query differs or ours is better
     for name, part in parts.items():
@@ -452,9 +453,12 @@ def merge(parts: dict[str, dict[str, Any]], failed: dict[str, str], gpu: bool) -
                     if system == "tilemaxsim":
                         ours.append(error["mean"])
                 for stock, by_system in search["paired"].items():
-                    for test in by_system.get("tilemaxsim", {}).values():
-                        differences[stock] = max(differences[stock], abs(test["mean"]))
-                        differing[stock] |= abs(test["mean"]) >= METRIC_TOLERANCE
+                    difference = max(
+                        (abs(test["mean"]) for test in by_system.get("tilemaxsim", {}).values()), default=0
+                    )
+                    differences[stock] = max(differences[stock], difference)
+                    differing[stock] |= difference >= METRIC_TOLERANCE
+                    equal_searches[stock] += difference < METRIC_TOLERANCE
                 for system, by_measure in search["paired"][base].items():
                     if "mode=rerank" in system or "mode=exhaustive" in system:
                         test = by_measure["nDCG@10"]
@@ -463,7 +467,8 @@ def merge(parts: dict[str, dict[str, Any]], failed: dict[str, str], gpu: bool) -
         for stock, differs in differing.items():
             if not differs:
                 equal[stock].append(name)
-    figures: dict[str, float] = {"sets": len(parts), "max_err_vs_oracle": largest}
+    searches = sum(len(index["search"]) for part in parts.values() for index in part["indexes"])
+    figures: dict[str, float] = {"sets": len(parts), "searches": searches, "max_err_vs_oracle": largest}
     if ours:
         figures["mean_err_ours"] = float(np.mean(ours))
     figures |= {f"mean_err_{codec}": float(np.mean(means_of)) for codec, means_of in by_codec.items()}
@@ -472,6 +477,7 @@ def merge(parts: dict[str, dict[str, Any]], failed: dict[str, str], gpu: bool) -
             key = stock.replace("-", "_")
             figures[f"mean_err_{key}"] = float(np.mean(errors))
             figures[f"metrics_equal_sets_{key.removeprefix('stock_')}"] = len(equal[stock])
+            figures[f"metrics_equal_searches_{key.removeprefix('stock_')}"] = equal_searches[stock]
             figures[f"max_metric_difference_{key.removeprefix('stock_')}"] = differences[stock]
     figures["metrics_equal_sets"] = len(equal[STOCK_OF_GPU if gpu else STOCK_OF_CPU])
     lost = sorted(where for p, where in tests if p < 0.05)

@@ -32,12 +32,12 @@ from ..oracle import Oracle
 from .base import OTHERS, OURS_CPU, OURS_GPU, STOCK_CPU, STOCK_GPU, Knobs, NotRun, System, Tolerance, Whole
 from .external import ENGINES, External, find_python
 from .maxsim import IMPLEMENTATIONS, PEERS, Exact, MaxSim
-from .plaid import Plaid, Session, TileMaxSim, stock_marks
+from .plaid import Plaid, Session, TileMaxSim, stock_marks, tolerance_of
 
 __all__ = [
     "ENGINES", "OTHERS", "OURS_CPU", "OURS_GPU", "STOCK_CPU", "STOCK_GPU", "Exact", "External", "Knobs", "MaxSim",
     "NotRun", "Opened", "Oracle", "Plaid", "Session", "System", "TileMaxSim", "Tolerance", "Whole", "open_systems",
-    "parse_system", "stock_marks", "unavailable",
+    "parse_system", "stock_marks", "tolerance_of", "unavailable",
 ]  # fmt: skip
 
 KINDS = ("plaid", "tilemaxsim", "oracle", "maxsim", *ENGINES)

@@ -17,7 +17,7 @@ from torch import Tensor
 import plaid_tilemaxsim
 from plaid_tilemaxsim import compat
 
-from .base import OTHERS, OURS_CPU, OURS_GPU, STOCK_CPU, STOCK_GPU, Knobs, Whole
+from .base import OTHERS, OURS_CPU, OURS_DENSE_GPU, OURS_GPU, STOCK_CPU, STOCK_GPU, Knobs, Tolerance, Whole
 
 
 class Session:
@@ -129,6 +129,16 @@ class Plaid(Whole):
         self.session.close()
 
 
+def tolerance_of(options: dict[str, Any], gpu: bool) -> Tolerance:
+    """What the plugin with these scorer options may be off by."""
+    codec = options.get("codec", "residual")
+    if codec == "pq":
+        return OTHERS  # other vectors than the index's own
+    if not gpu:
+        return OURS_CPU
+    return OURS_DENSE_GPU if codec == "dense" else OURS_GPU
+
+
 class TileMaxSim(Plaid):
     """The plugin, with scorer options such as mode and placement."""
 
@@ -138,11 +148,9 @@ class TileMaxSim(Plaid):
         super().__init__(session)
         self.options = dict(options or {})
         self.name = ":".join(["tilemaxsim", ",".join(f"{k}={v}" for k, v in self.options.items())]).rstrip(":")
-        # The codec "pq" holds other vectors than the index; the others hold the index's own.
-        own_vectors = self.options.get("codec") == "pq"
-        self.follows_plaid = not own_vectors and self.options.get("mode", "plaid") == "plaid"
+        self.tolerance = tolerance_of(self.options, session.gpu)
+        self.follows_plaid = self.tolerance is not OTHERS and self.options.get("mode", "plaid") == "plaid"
         self.clamps = False
-        self.tolerance = OTHERS if own_vectors else OURS_GPU if session.gpu else OURS_CPU
 
     def search_batch(self, Q: Tensor) -> list[tuple[list[int], list[float]]]:
         searcher = self.session.searcher

@@ -262,8 +262,8 @@ def dense_fast_blocks(arch: int, kind: str, words: int, fixed: bool) -> DenseFas
     """``dense_fast_kernel`` for rows of ``words`` 4-byte words; ``kind``: fp16, bf16, tf32, tf32x3 or fp16x3.
 
     ``fixed``: passages of one length. Measured on an H200 (sm_90). Rows of at most 256 bytes keep Q in registers and
-    take 32 tokens at a time; of wider ones 16 tokens and 256 bytes at a time, since longer pieces of a row suit the
-    memory better. Each quarter of a multiprocessor has 16,384 registers: single warps go 2, 3, 4 or 5 to a quarter with
+    take 32 tokens at a time; of wider ones 16 tokens and 256 bytes at a time (three fp16 products: 512), since longer
+    pieces of a row suit the memory better. Each quarter of a multiprocessor has 16,384 registers: single warps go 2, 3, 4 or 5 to a quarter with
     up to 255, 168, 128 or 96 of them, and nothing between is of use.
     """
     chunk = next(w for w in range(64, 0, -16) if words % w == 0)
@@ -272,7 +272,9 @@ def dense_fast_blocks(arch: int, kind: str, words: int, fixed: bool) -> DenseFas
     if kind in ("fp16", "bf16") and words <= 32:
         rows, maxnreg, programs = 2, 128, 16
     elif kind in ("fp16", "bf16") and words <= 64:
-        rows, maxnreg, programs, group = 2, None, 8, 1
+        rows, maxnreg, programs, group = 2, 255, 8, 2
+    elif kind == "fp16x3" and words <= 256:  # wider ones spill
+        chunk, maxnreg, programs = next(w for w in range(128, 0, -16) if words % w == 0), 255, 8
     elif kind in ("tf32x3", "fp16x3"):
         maxnreg, programs = None, 16
     elif fixed:

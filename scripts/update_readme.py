@@ -90,8 +90,8 @@ def quality_table() -> str:
     lines += [
         "",
         f"Of {f['searches']:.0f} pairs of a collection at 1, 2 or 4 bits and k = 10, 100 or 1000, all metrics in mode "
-        f"`plaid` equal stock's to four decimals: {per_stock}. Candidates, survivors and rankings outside ties are equal "
-        f"in all; stock's GPU search rounds scores to fp16, and passages within that rounding change places.",
+        f"`plaid` equal stock's to four decimals: {per_stock}. Candidates, survivors and rankings outside ties are "
+        f"equal in all; stock's GPU search rounds scores to fp16, and passages within that rounding change places.",
         f"`rerank` and `exhaustive` are significantly below stock in nDCG@10 in {f['ndcg10_losses_holm']:.0f} of "
         f"{f['ndcg10_tests']:.0f} paired t tests after Holm's correction ({f['ndcg10_losses']:.0f} before it).",
         f"Largest error of a score against float64: {f['max_err_vs_oracle']:.1e}; mean {f['mean_err_ours']:.1e}, "

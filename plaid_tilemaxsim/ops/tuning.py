@@ -263,8 +263,8 @@ def dense_fast_blocks(arch: int, kind: str, words: int, fixed: bool) -> DenseFas
 
     ``fixed``: passages of one length. Measured on an H200 (sm_90). Rows of at most 256 bytes keep Q in registers and
     take 32 tokens at a time; of wider ones 16 tokens and 256 bytes at a time (three fp16 products: 512), since longer
-    pieces of a row suit the memory better. Each quarter of a multiprocessor has 16,384 registers: single warps go 2, 3, 4 or 5 to a quarter with
-    up to 255, 168, 128 or 96 of them, and nothing between is of use.
+    pieces of a row suit the memory better. Each quarter of a multiprocessor has 16,384 registers: single warps go 2, 3,
+    4 or 5 to a quarter with up to 255, 168, 128 or 96 of them, and nothing between is of use.
     """
     chunk = next(w for w in range(64, 0, -16) if words % w == 0)
     maxnreg: int | None

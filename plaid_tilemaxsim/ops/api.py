@@ -8,10 +8,17 @@
 
 Common rules. Scores are fp32, a sum over query tokens of maxima over a passage's tokens, not clamped at
 zero; a passage without tokens, or without tokens that pass the threshold, scores -inf. ``pids`` (int32 or
-int64 ``[n]``) are passage numbers below N; they are not range-checked here, since that would wait for the
-device. ``count`` (int32 ``[1]`` on the device) makes only the first ``count`` pids be scored and leaves the
-rest of ``out`` as it was. Nothing here waits for the device, except where a docstring says so. Sizes that
-change with the query are run-time arguments of the kernels. Errors are ValueError: name, expected, got.
+int64 ``[n]``) are passage numbers below N, in any order, also twice. ``count`` (int32 ``[1]`` on the device) makes
+only the first ``count`` pids be scored (none below 0, all past n) and leaves the rest of ``out`` as it was. ``out`` is
+written to, nothing else; no gradients. Nothing here waits for the device, except where a docstring says so. Sizes that
+change with the query are run-time arguments of the kernels.
+
+Shapes, types, layouts, devices and numbers are always checked. What tensors hold is looked at on the CPU alone, where
+that is cheap: Q finite, the first ``count`` pids inside, ``lengths`` in their range, the ends of ``offsets``. On a GPU
+that would wait for the device: there non-finite queries give meaningless scores, and pids, lengths and offsets out of
+range are undefined behaviour; the engine checks pids itself. Codes in [0, C) and ascending offsets are the index's
+promise (checked when it is read) and never looked at here. Errors come before anything is written: ValueError, or
+IndexError for a pid outside, saying name, expected and got.
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -59,6 +67,7 @@ def padded_query_length(LQ: int) -> int:
     return max(16, 1 << (LQ - 1).bit_length())
 
 
+@torch.no_grad()
 def centroid_scores(
     Q: Tensor,
     centroids: Tensor,
@@ -80,10 +89,10 @@ def centroid_scores(
     _check("Q", Q, (None, None), (torch.float32,))
     _check("centroids", centroids, (None, Q.size(1)), (torch.float16, torch.float32), Q.device)
     _query_limits(Q)
-    _require("centroids", centroids.size(0) < 2**31, "fewer than 2**31 rows", centroids.size(0))
-    _require("ncells", ncells is None or 1 <= ncells <= 128, "None or 1..128", ncells)
-    _require("threshold", threshold is None or math.isfinite(threshold), "None or finite", threshold)
-    _require("cmax", cmax is None or 0 <= cmax < math.inf, "None or finite, >= 0", cmax)
+    _require("centroids", 1 <= centroids.size(0) < 2**31, "1..2**31 - 1 rows", centroids.size(0))
+    _require("ncells", ncells is None or (type(ncells) is int and 1 <= ncells <= 128), "None or 1..128", ncells)
+    _require("threshold", threshold is None or _finite(threshold), "None or finite", threshold)
+    _require("cmax", cmax is None or (_finite(cmax) and cmax >= 0), "None or finite, >= 0", cmax)
     chosen = _choose(impl, Q)
     if chosen == "torch":
         from . import cpu
@@ -100,6 +109,7 @@ def centroid_scores(
     return centroid_scores_kernel.centroid_scores(Q, centroids, threshold, cmax, ncells)
 
 
+@torch.no_grad()
 def centroid_maxsim(
     cs: CentroidScores,
     codes: Tensor,
@@ -118,18 +128,20 @@ def centroid_maxsim(
     integers, so the result depends on the table alone, whatever the order (error: LQ half steps of
     ``cs.scale``).
     """
-    device = cs.table.device
+    device = _scores_device(cs)
     _check("codes", codes, (None,), (torch.int32,), device)
     _require("use_keep", not use_keep or cs.keep is not None, "centroid scores made with a threshold", "none")
-    pids, out = _selection(offsets, pids, out, count, device)
+    pids, out = _selection(offsets, pids, out, count, codes)
     chosen = _choose(impl, cs.table)
+    _check_scores(cs, chosen, use_keep)
+    if codes.size(0) == 0:
+        return _all_empty(out, count)
     if chosen == "triton":
-        _int16_table(cs)
         from . import centroid_kernel
 
         centroid_kernel.centroid_maxsim(cs, codes, offsets, pids, use_keep, out, count)
         return out
-    n = _host_count(out, count)
+    n = _host_count(out.size(0), count)
     selected = None if pids is None else pids[:n]
     if chosen == "torch":
         from . import cpu
@@ -142,6 +154,7 @@ def centroid_maxsim(
     return out
 
 
+@torch.no_grad()
 def residual_maxsim(
     Q: Tensor,
     cs: CentroidScores,
@@ -173,17 +186,18 @@ def residual_maxsim(
     fp16, each a relative 2**-11 of the products q_d w_d with random signs: 1.4e-5 (standard deviation) for weights of
     0.05, about 1e-4 over LQ = 32.
     """
-    device = Q.device
-    _check("Q", Q, (cs.LQ, None), (torch.float32,))
+    device = _scores_device(cs)
+    _check("Q", Q, (cs.LQ, None), (torch.float32,), device)
     _query_limits(Q)
-    _require("cs.table.device", cs.table.device == device, device, cs.table.device)
     DIM = Q.size(1)
-    _compressed(DIM, codes, residuals, inv_norms, bucket_weights, nbits, device)
-    pids, out = _selection(offsets, pids, out, count, device)
+    _compressed(DIM, codes, residuals, inv_norms, inv_norm_lo, inv_norm_step, bucket_weights, nbits, device)
+    pids, out = _selection(offsets, pids, out, count, codes)
     chosen = _choose(impl, Q)
+    _check_scores(cs, chosen)
+    if codes.size(0) == 0:
+        return _all_empty(out, count)
     inverse_norms = (inv_norms, float(inv_norm_lo), float(inv_norm_step))  # kernels specialise on int and float
     if chosen == "triton":
-        _int16_table(cs)
         from . import residual_fast_kernel, residual_kernel, tuning
 
         fast = tuning.residual_is_fast(tuning.arch(device), nbits, DIM)
@@ -195,7 +209,7 @@ def residual_maxsim(
         launch = residual_fast_kernel.residual_maxsim if fast else residual_kernel.residual_maxsim
         launch(Q, cs, codes, residuals, *inverse_norms, bucket_weights, nbits, offsets, pids, out, count)
         return out
-    n = _host_count(out, count)
+    n = _host_count(out.size(0), count)
     selected = None if pids is None else pids[:n]
     if chosen == "torch":
         from . import cpu
@@ -211,6 +225,7 @@ def residual_maxsim(
     return out
 
 
+@torch.no_grad()
 def residual_maxsim_batch(
     Q: Tensor,
     centroids: Tensor,
@@ -236,16 +251,17 @@ def residual_maxsim_batch(
     centroids in its own order for as long as ``centroids`` lives. Other shapes are scored query by query, which waits
     for the device.
     """
-    device = Q.device
     _check("Q", Q, (None, None, None), (torch.float32,))
-    _require("NQ", Q.size(0) >= 1, "at least 1", Q.size(0))
-    _query_limits(Q[0])
+    _query_limits(Q)
+    device = Q.device
     NQ, _, DIM = Q.shape
     _check("centroids", centroids, (None, DIM), (torch.float16, torch.float32), device)
-    _compressed(DIM, codes, residuals, inv_norms, bucket_weights, nbits, device)
-    pids, out = _selection(offsets, pids, out, count, device, (NQ,))
+    _compressed(DIM, codes, residuals, inv_norms, inv_norm_lo, inv_norm_step, bucket_weights, nbits, device)
+    pids, out = _selection(offsets, pids, out, count, codes, (NQ,))
     arguments = (codes, residuals, inv_norms, float(inv_norm_lo), float(inv_norm_step), bucket_weights, nbits, offsets)
     chosen = _choose(impl, Q)
+    if codes.size(0) == 0:
+        return _all_empty(out, count)
     if chosen == "triton":
         _require("centroids.dtype", centroids.dtype == torch.float16, torch.float16, centroids.dtype)
         from . import residual_batch_kernel, residual_fast_kernel, tuning
@@ -255,13 +271,14 @@ def residual_maxsim_batch(
             _require("codes", codes.size(0) < 2**32, "fewer than 2**32 tokens", codes.size(0))
             residual_batch_kernel.residual_maxsim(Q, centroids, *arguments, pids, out, count)
             return out
-    cmax = float(centroids.float().norm(dim=1).max()) if centroids.size(0) else 0.0
+    cmax = float(centroids.float().norm(dim=1).max())
     for q, scores in zip(Q, out, strict=True):
         cs = centroid_scores(q, centroids, cmax=cmax, impl=chosen)
         residual_maxsim(q, cs, *arguments, pids, scores, count, impl=chosen)
     return out
 
 
+@torch.no_grad()
 def dense_maxsim(
     Q: Tensor,
     D: Tensor,
@@ -283,34 +300,26 @@ def dense_maxsim(
     products and faster, for values up to 65,504, of which it takes 22 bits or to 2**-25, and DIM a multiple of 16;
     "ieee" fp32 products without the tensor core; "tf32" one TF32 product (about 1e-4 a similarity).
     """
-    device = D.device
-    _require("Q", Q.dim() in (2, 3), "[LQ, DIM] or [NQ, LQ, DIM]", list(Q.shape))
-    _check("Q", Q, (None,) * Q.dim(), (torch.float16, torch.bfloat16, torch.float32), device)
+    Q3 = _queries(Q, (torch.float16, torch.bfloat16, torch.float32))
+    device, queries = Q.device, Q.shape[:-2]
     _require("precision", precision in PRECISIONS, PRECISIONS, precision)
-    Q3 = Q if Q.dim() == 3 else Q.unsqueeze(0)
-    _query_limits(Q3[0])
-    _require("NQ", Q3.size(0) >= 1, "at least 1", Q3.size(0))
     if offsets is None:
-        _check("D (without offsets: padded)", D, (None, None, Q.size(-1)), (Q.dtype,))
+        _check("D (without offsets: padded)", D, (None, None, Q.size(-1)), (Q.dtype,), device)
         _require("pids", pids is None, "None for padded D", "pids")
-        B = D.size(0)
         if lengths is not None:
-            _check("lengths", lengths, (B,), (torch.int32, torch.int64), device)
-        n = B
+            _check("lengths", lengths, (D.size(0),), (torch.int32, torch.int64), device)
+            _check_range("lengths", lengths, D.size(1), ValueError)
+        _check_count(count, device)
+        out = _output(D.size(0), out, device, queries)
     else:
-        _check("D (with offsets: packed)", D, (None, Q.size(-1)), (Q.dtype,))
+        _check("D (with offsets: packed)", D, (None, Q.size(-1)), (Q.dtype,), device)
         _require("lengths", lengths is None, "None for packed D", "lengths")
-        _check("offsets", offsets, (None,), (torch.int64,), device)
-        if pids is not None:
-            _check("pids", pids, (None,), (torch.int32, torch.int64), device)
-        n = offsets.size(0) - 1 if pids is None else pids.size(0)
-    if out is None:
-        out = torch.empty(Q3.size(0), n, dtype=torch.float32, device=device)
-    else:
-        _check("out", out, (n,) if Q.dim() == 2 else (Q3.size(0), n), (torch.float32,), device)
-        out = out.view(Q3.size(0), n)
-    _check_count(count, device)
+        pids, out = _selection(offsets, pids, out, count, D, queries)
+    n, shape = out.size(-1), out.shape
+    out = out.view(Q3.size(0), n)
     chosen = _choose(impl, D)
+    if D.numel() == 0:
+        return _all_empty(out, count).view(shape)
     if chosen == "triton":
         _require("DIM", Q.size(-1) % 8 == 0, "a multiple of 8", Q.size(-1))
         from . import dense_fast_kernel, dense_kernel, tuning
@@ -328,11 +337,12 @@ def dense_maxsim(
         from . import cpu, eager
 
         run = cpu.dense_maxsim if chosen == "torch" else eager.dense_maxsim
-        m = _host_count(out[0], count)
+        m = _host_count(n, count)
         out[:, :m] = run(Q3, D, lengths, offsets, None if pids is None else pids[:m])[:, :m]
-    return out.view(n) if Q.dim() == 2 else out
+    return out.view(shape)
 
 
+@torch.no_grad()
 def pq_maxsim(
     Q: Tensor,
     codes: Tensor,
@@ -353,18 +363,16 @@ def pq_maxsim(
     the CPU products and sums are fp32; the kernel rounds Q to fp16, multiplies in fp16 and adds up in fp32: for unit
     vectors about 2**-11 / sqrt(3 DIM) a similarity (standard deviation), 1.4e-4 over LQ = 32 at DIM = 128.
     """
+    Q3 = _queries(Q, (torch.float32,))
     device = Q.device
-    _require("Q", Q.dim() in (2, 3), "[LQ, DIM] or [NQ, LQ, DIM]", list(Q.shape))
-    _check("Q", Q, (None,) * Q.dim(), (torch.float32,))
-    Q3 = Q if Q.dim() == 3 else Q.unsqueeze(0)
-    _require("NQ", Q3.size(0) >= 1, "at least 1", Q3.size(0))
-    _query_limits(Q3[0])
     _check("codes", codes, (None, None), (torch.uint8,), device)
     M, DIM = codes.size(1), Q.size(-1)
     _require("codes.shape", M >= 1 and DIM % M == 0, f"[*, M] with M dividing DIM {DIM}", list(codes.shape))
     _check("codebook", codebook, (M, 256, DIM // M), (torch.float16,), device)
-    pids, out = _selection(offsets, pids, out, count, device, () if Q.dim() == 2 else (Q3.size(0),))
+    pids, out = _selection(offsets, pids, out, count, codes, Q.shape[:-2])
     chosen = _choose(impl, Q)
+    if codes.size(0) == 0:
+        return _all_empty(out, count)
     rows = out.view(Q3.size(0), out.size(-1))
     if chosen == "triton":
         from . import pq_fast_kernel, pq_kernel, tuning
@@ -377,7 +385,7 @@ def pq_maxsim(
         launch = pq_fast_kernel.pq_maxsim if fast else pq_kernel.pq_maxsim
         launch(Q3, codes, codebook, offsets, pids, rows, count)
         return out
-    n = _host_count(rows[0], count)
+    n = _host_count(rows.size(1), count)
     selected = None if pids is None else pids[:n]
     if chosen == "torch":
         from . import cpu
@@ -393,6 +401,7 @@ def pq_maxsim(
 
 def _choose(impl: str, tensor: Tensor) -> str:
     _require("impl", impl in IMPLS, IMPLS, impl)
+    _require("device", tensor.device.type in ("cpu", "cuda"), "cpu or cuda", tensor.device)
     on_cuda = tensor.device.type == "cuda"
     if impl == "auto":
         return "triton" if on_cuda else "torch"
@@ -411,6 +420,11 @@ def _require(name: str, condition: bool, expected: object, got: object) -> None:
         raise ValueError(f"{name}: expected {expected}, got {got}")
 
 
+def _finite(value: object) -> bool:
+    """Whether it is one finite number."""
+    return isinstance(value, Real) and math.isfinite(value)
+
+
 def _check(
     name: str,
     tensor: Tensor,
@@ -418,15 +432,26 @@ def _check(
     dtypes: Sequence[torch.dtype],
     device: torch.device | None = None,
 ) -> None:
-    """Shape (None = any size), dtype, device and contiguity of one tensor."""
+    """Shape (None = any size), dtype, device and layout of one tensor."""
     expected = "[" + ", ".join("*" if size is None else str(size) for size in shape) + "]"
+    _require(name, isinstance(tensor, Tensor), f"a tensor {expected}", type(tensor).__name__)
     matches = tensor.dim() == len(shape) and all(
         size is None or size == actual for size, actual in zip(shape, tensor.shape, strict=True)
     )
     _require(f"{name}.shape", matches, expected, list(tensor.shape))
     _require(f"{name}.dtype", tensor.dtype in dtypes, " or ".join(map(str, dtypes)), tensor.dtype)
     _require(f"{name}.device", device is None or tensor.device == device, device, tensor.device)
+    _require(f"{name}.layout", tensor.layout == torch.strided, torch.strided, tensor.layout)
     _require(name, tensor.is_contiguous(), "contiguous", f"strides {tensor.stride()}")
+
+
+def _check_range(name: str, values: Tensor, most: int, error: type[ValueError] | type[IndexError] = IndexError) -> None:
+    """Integers in 0..``most``, if they lie where looking at them waits for nothing."""
+    if values.device.type != "cpu" or values.numel() == 0:
+        return
+    low, high = (int(value) for value in torch.aminmax(values))
+    if low < 0 or high > most:
+        raise error(f"{name}: expected 0..{most}, got {low if low < 0 else high}")
 
 
 def _compressed(
@@ -434,18 +459,22 @@ def _compressed(
     codes: Tensor,
     residuals: Tensor,
     inv_norms: Tensor,
+    inv_norm_lo: float,
+    inv_norm_step: float,
     bucket_weights: Tensor,
     nbits: int,
     device: torch.device,
 ) -> None:
-    """Checks the tensors of compressed tokens, which are on ``device``, residuals there or in pinned memory."""
-    _require("nbits", nbits in (1, 2, 4, 8), "1, 2, 4 or 8", nbits)
+    """Checks what compressed tokens consist of: tensors on ``device``, residuals there or in pinned memory."""
+    _require("nbits", type(nbits) is int and nbits in (1, 2, 4, 8), "1, 2, 4 or 8", nbits)
     _require("DIM", DIM % (8 // nbits) == 0, f"a multiple of {8 // nbits} at {nbits} bits", DIM)
+    _require("inv_norm_lo", _finite(inv_norm_lo), "a finite number", inv_norm_lo)
+    _require("inv_norm_step", _finite(inv_norm_step), "a finite number", inv_norm_step)
     _check("codes", codes, (None,), (torch.int32,), device)
+    _check("residuals", residuals, (codes.size(0), DIM * nbits // 8), (torch.uint8,))
     on_host = device.type == "cuda" and residuals.device.type == "cpu"
     _require("residuals", not on_host or residuals.is_pinned(), f"{device} or pinned", "pageable memory")
-    home = residuals.device if on_host else device
-    _check("residuals", residuals, (codes.size(0), DIM * nbits // 8), (torch.uint8,), home)
+    _require("residuals.device", on_host or residuals.device == device, device, residuals.device)
     _check("inv_norms", inv_norms, (codes.size(0),), (torch.uint16, torch.float32), device)
     _check("bucket_weights", bucket_weights, (2**nbits,), (torch.float32,), device)
 
@@ -455,14 +484,47 @@ def _aligned(name: str, tensor: Tensor, nbytes: int) -> None:
     _require(name, past == 0, f"an address that is a multiple of {nbytes} bytes", f"one {past} bytes past it")
 
 
+def _queries(Q: Tensor, dtypes: Sequence[torch.dtype]) -> Tensor:
+    """[NQ, LQ, DIM] of one query or several."""
+    is_tensor = isinstance(Q, Tensor)
+    got = list(Q.shape) if is_tensor else type(Q).__name__
+    _require("Q", is_tensor and Q.dim() in (2, 3), "[LQ, DIM] or [NQ, LQ, DIM]", got)
+    _check("Q", Q, (None,) * Q.dim(), dtypes)
+    _query_limits(Q)
+    return Q if Q.dim() == 3 else Q.unsqueeze(0)
+
+
 def _query_limits(Q: Tensor) -> None:
-    _require("LQ", 1 <= Q.size(0) <= MAX_LQ, f"1..{MAX_LQ} query tokens", Q.size(0))
-    _require("DIM", 1 <= Q.size(1) <= MAX_DIM, f"1..{MAX_DIM}", Q.size(1))
+    """Q [LQ, DIM] or [NQ, LQ, DIM]."""
+    _require("NQ", Q.dim() == 2 or Q.size(0) >= 1, "at least 1", Q.size(0))
+    _require("LQ", 1 <= Q.size(-2) <= MAX_LQ, f"1..{MAX_LQ} query tokens", Q.size(-2))
+    _require("DIM", 1 <= Q.size(-1) <= MAX_DIM, f"1..{MAX_DIM}", Q.size(-1))
+    if Q.device.type == "cpu":
+        norm = float(torch.linalg.vector_norm(Q, dtype=torch.float32))
+        _require("Q", math.isfinite(norm), "finite values, whose squares are finite too", f"a norm of {norm}")
 
 
-def _int16_table(cs: CentroidScores) -> None:
-    rows = None if cs.keep is None else cs.keep.size(0) + 1
-    _check("cs.table", cs.table, (rows, padded_query_length(cs.LQ)), (torch.int16,))
+def _scores_device(cs: CentroidScores) -> torch.device:
+    is_scores = isinstance(cs, CentroidScores)
+    _require("cs", is_scores, "CentroidScores", type(cs).__name__)
+    _require("cs.table", isinstance(cs.table, Tensor), "a tensor", type(cs.table).__name__)
+    _require("cs.LQ", type(cs.LQ) is int and 1 <= cs.LQ <= MAX_LQ, f"1..{MAX_LQ}", cs.LQ)
+    return cs.table.device
+
+
+def _check_scores(cs: CentroidScores, chosen: str, use_keep: bool = False) -> None:
+    """The form that the implementation reads: the kernels int16, torch fp32, the reference both."""
+    device = cs.table.device
+    packed = chosen == "triton" or (chosen == "reference" and cs.table.dtype == torch.int16)
+    LQP, dtype = (padded_query_length(cs.LQ), torch.int16) if packed else (cs.LQ, torch.float32)
+    _check("cs.table", cs.table, (None, LQP), (dtype,))
+    _check("cs.scale", cs.scale, (1,), (torch.float32,), device)
+    C = cs.table.size(0) - packed
+    if use_keep and cs.keep is not None:
+        _check("cs.keep", cs.keep, (C,), (torch.uint8,), device)
+        if chosen == "triton":
+            assert cs.keep_bits is not None
+            _check("cs.keep_bits", cs.keep_bits, ((C + 31) // 32,), (torch.int32,), device)
 
 
 def _check_count(count: Tensor | None, device: torch.device) -> None:
@@ -475,22 +537,39 @@ def _selection(
     pids: Tensor | None,
     out: Tensor | None,
     count: Tensor | None,
-    device: torch.device,
-    queries: tuple[int, ...] = (),
+    tokens: Tensor,
+    queries: Sequence[int] = (),
 ) -> tuple[Tensor | None, Tensor]:
-    """Checks what every pid-list operation takes; returns pids and the output [*queries, n], allocated if need be."""
+    """Checks what every operation on passages of packed ``tokens`` takes; returns pids and the output [*queries, n]."""
+    device = tokens.device
     _check("offsets", offsets, (None,), (torch.int64,), device)
     _require("offsets", offsets.size(0) >= 1, "[N + 1]", "[0]")
+    _check_range("offsets", offsets[:: max(1, offsets.size(0) - 1)], tokens.size(0), ValueError)
+    _check_count(count, device)
+    N = n = offsets.size(0) - 1
     if pids is not None:
         _check("pids", pids, (None,), (torch.int32, torch.int64), device)
-    _check_count(count, device)
-    n = offsets.size(0) - 1 if pids is None else pids.size(0)
-    if out is None:
-        return pids, torch.empty(*queries, n, dtype=torch.float32, device=device)
-    _check("out", out, (*queries, n), (torch.float32,), device)
+        n = pids.size(0)
+    out = _output(n, out, device, queries)
+    if pids is not None and device.type == "cpu":
+        _check_range("pids", pids[: _host_count(n, count)], N - 1)
     return pids, out
 
 
-def _host_count(out: Tensor, count: Tensor | None) -> int:
-    """How many to score, on the host: for CPU tensors free, for impl="reference" on CUDA it waits."""
-    return out.size(0) if count is None else min(out.size(0), int(count))
+def _output(n: int, out: Tensor | None, device: torch.device, queries: Sequence[int]) -> Tensor:
+    if out is None:
+        return torch.empty(*queries, n, dtype=torch.float32, device=device)
+    _check("out", out, (*queries, n), (torch.float32,), device)
+    return out
+
+
+def _all_empty(out: Tensor, count: Tensor | None) -> Tensor:
+    """Scores [..., n] of passages without tokens, which no kernel is asked for: it would have nothing to read."""
+    if count is None:
+        return out.fill_(-math.inf)
+    return out.masked_fill_(torch.arange(out.size(-1), device=out.device) < count, -math.inf)
+
+
+def _host_count(n: int, count: Tensor | None) -> int:
+    """How many of n to score, on the host: for CPU tensors free, for impl="reference" on CUDA it waits."""
+    return n if count is None else max(0, min(n, int(count)))

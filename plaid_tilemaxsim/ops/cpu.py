@@ -181,12 +181,13 @@ def dense_maxsim(Q: Tensor, D: Tensor, lengths: Tensor | None, offsets: Tensor |
 def select_top(scores: Tensor, pids: Tensor, m: int) -> tuple[Tensor, Tensor]:
     """The ``m`` best (pids, scores) in input order; of those tied at the cut, the smallest pids.
 
-    ``scores`` fp32 ``[n]`` without NaN, ``pids`` ``[n]``. All n when m >= n; n is what it returns then.
+    ``scores`` fp32 ``[n]``, NaN counts as -inf, ``pids`` ``[n]``. All n when m >= n; n is what it returns then.
     """
     if m >= scores.numel():
         return pids, scores
     if m <= 0:
         return pids[:0], scores[:0]
+    scores = _without_nan(scores)
     cut = scores.topk(m, sorted=False).values.amin()
     chosen = scores > cut
     tied = (scores == cut).nonzero().view(-1)
@@ -200,12 +201,16 @@ def select_top(scores: Tensor, pids: Tensor, m: int) -> tuple[Tensor, Tensor]:
 def topk(scores: Tensor, pids: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The ``k`` best (pids, scores): score descending, then pid ascending, also at the cut; all when k >= n.
 
-    ``scores`` fp32 ``[n]`` without NaN, ``pids`` ``[n]`` in any order; a pid given twice is returned twice.
+    ``scores`` fp32 ``[n]``, NaN counts as -inf, ``pids`` ``[n]`` in any order; a pid given twice is returned twice.
     """
-    pids, scores = select_top(scores, pids, k)
+    pids, scores = select_top(_without_nan(scores), pids, k)
     by_pid = pids.argsort(stable=True)
     order = by_pid[scores[by_pid].argsort(descending=True, stable=True)]
     return pids[order], scores[order]
+
+
+def _without_nan(scores: Tensor) -> Tensor:
+    return scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
 def _best_cells(table: Tensor, ncells: int) -> Tensor:
@@ -310,7 +315,7 @@ def decompress(codes: Tensor, residuals: Tensor, centroids: Tensor, table: Tenso
 
     Centroid plus residual, not normalised.
     """
-    embeddings = torch.embedding(table, residuals.int()).view(codes.numel(), -1)
+    embeddings = torch.embedding(table, residuals.int()).view(codes.numel(), centroids.size(1))
     return embeddings.add_(torch.index_select(centroids, 0, codes))
 
 

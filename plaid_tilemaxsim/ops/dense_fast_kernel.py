@@ -320,13 +320,10 @@ def dense_maxsim(
     count: Tensor | None,
     precision: str,
 ) -> None:
-    """See :func:`.api.dense_maxsim`; Q ``[NQ, LQ, DIM]``, writes ``out`` fp32 ``[NQ, n]``."""
+    """See :func:`.api.dense_maxsim`; Q ``[NQ, LQ, DIM]``, D not empty, writes ``out`` fp32 ``[NQ, n]``."""
     NQ, _, DIM = Q.shape
     n = out.size(1)
     if n == 0:
-        return
-    if D.numel() == 0:
-        out.fill_(float("-inf"))
         return
     kind = _KINDS[D.dtype] if D.dtype != torch.float32 else precision
     words = DIM * D.element_size() // 4

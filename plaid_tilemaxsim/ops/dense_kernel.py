@@ -151,9 +151,6 @@ def dense_maxsim(
         Q, D = Q.float(), D.float()
     padded = offsets is None
     ND = D.size(1) if padded else 0
-    if padded and ND == 0:
-        out.fill_(float("-inf"))
-        return
     fixed_length = ND if padded and lengths is None else None
     arch = tuning.arch(D.device)
     blocks = tuning.dense_blocks(arch, D.element_size(), DIM, LQ, NQ, fixed_length, precision)

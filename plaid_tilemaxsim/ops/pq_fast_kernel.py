@@ -192,9 +192,6 @@ def pq_maxsim(
     n = out.size(1)
     if n == 0:
         return
-    if codes.size(0) == 0:
-        out.fill_(float("-inf"))
-        return
     M = codes.size(1)
     fragments = query_fragments(Q)
     blocks = fragments.size(0)

@@ -30,7 +30,7 @@ def decode_residuals(residuals: Tensor, nbits: int, bucket_weights: Tensor, dtyp
     T = residuals.size(0)
     msb_first = torch.arange(7, -1, -1, device=residuals.device, dtype=torch.uint8)
     bits = (residuals.unsqueeze(-1) >> msb_first) & 1  # [T, PD, 8]
-    bits = bits.reshape(T, -1, nbits).long()  # [T, DIM, nbits]
+    bits = bits.reshape(T, residuals.size(1) * 8 // nbits, nbits).long()  # [T, DIM, nbits]
     index = (bits << torch.arange(nbits, device=residuals.device)).sum(-1)
     return bucket_weights.to(dtype)[index]
 

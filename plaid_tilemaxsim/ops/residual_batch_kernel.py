@@ -280,9 +280,6 @@ def residual_maxsim(
     n = out.size(1)
     if n == 0:
         return
-    if codes.size(0) == 0:
-        out.fill_(float("-inf"))
-        return
     fragments = query_fragments(Q[:, :, _indices(k_order(nbits, DIM), Q.device)])
     blocks = fragments.size(0)
     launch = tuning.residual_batch_blocks(tuning.arch(Q.device), nbits)

@@ -584,9 +584,6 @@ def residual_maxsim(
     launch = launch or launch_for(tuning.arch(Q.device), nbits, DIM, LQ)
     if n == 0:
         return
-    if codes.size(0) == 0:
-        out.fill_(float("-inf"))
-        return
     NT = _column_tiles(cs)
     shape = tile(nbits, DIM, NT)
     workspace = prepare(Q, cs, bucket_weights, nbits)

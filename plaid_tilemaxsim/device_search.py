@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from plaid_tilemaxsim.funnel import STAGES, Pids, Ranking, SearchParams, run_funnel
+from plaid_tilemaxsim.funnel import STAGES, Pids, Ranking, SearchParams, run_funnel, run_shard
 from plaid_tilemaxsim.ops.api import padded_query_length
 from plaid_tilemaxsim.ops.pids_kernel import clamp_pids
 from plaid_tilemaxsim.stages_triton import TritonStages
@@ -139,6 +139,23 @@ class DeviceSearch:
             rec = self._recording("candidates", len(Q), params, cap=_capacity(pids), on_host=self._on_host(Q))
             return self._answer(rec, Q[None], pids=pids)[0]
 
+    def survivors(
+        self, Q: Tensor, params: SearchParams, *, pids: Tensor | None = None, allow: Tensor | None = None
+    ) -> list[list[Tensor]]:
+        """``funnel.run_shard`` for each query of Q [B, LQ, DIM]: pids int32 [n] and their scores fp32 [n], on the CPU.
+
+        pids: candidates as in ``search_candidates``. Several queries take neither these nor ``allow``.
+        """
+        with self._turn():
+            if pids is not None or allow is not None or len(Q) == 1:
+                kind, cap = ("shard", None) if pids is None else ("shard of candidates", _capacity(pids))
+                on_host = self._on_host(Q)
+                rec = self._recording(kind, Q.size(1), params, cap=cap, allow=allow is not None, on_host=on_host)
+            else:
+                rec = self._recording("shard", Q.size(1), params, lanes=self._batch_lanes(Q.size(1), len(Q)))
+            columns = 4 if params.mode == "plaid" else 3
+            return self._columns(rec, Q, columns, pids=pids, allow=allow)
+
     def score(self, Q: Tensor, pids: Tensor) -> Tensor:
         """fp32 [n] on the device: exact scores in the order of ``pids`` (int32 on the device).
 
@@ -203,7 +220,12 @@ class DeviceSearch:
     def _answer(
         self, rec: _Recording, Q: Tensor, pids: Tensor | None = None, allow: Tensor | None = None
     ) -> list[tuple[Tensor, Tensor]]:
-        """Replays as often as Q [B, LQ, DIM] has lanes' worth of queries; waits once."""
+        return [(pids, scores) for pids, scores in self._columns(rec, Q, 2, pids=pids, allow=allow)]
+
+    def _columns(
+        self, rec: _Recording, Q: Tensor, columns: int, pids: Tensor | None = None, allow: Tensor | None = None
+    ) -> list[list[Tensor]]:
+        """Replays as often as Q [B, LQ, DIM] has lanes' worth of queries; waits once. Pids, then fp32 columns."""
         if rec.pinned is not None:
             self._load(rec, Q, pids=pids, allow=allow)
             rec.replay()
@@ -215,13 +237,11 @@ class DeviceSearch:
             rounds = []
             for first in range(0, len(Q), lanes):
                 self._load(rec, Q[first : first + lanes], pids=pids, allow=allow)
-                rounds.append(rec.replay().clone())  # int32 [lanes, 1 + 2 k]
+                rounds.append(rec.replay().clone())  # int32 [lanes, 1 + columns * k]
             rows = torch.cat(rounds)[: len(Q)].cpu()
-        k = (rows.size(1) - 1) // 2
-        counts = rows[:, 0].tolist()
-        return [
-            (row[1 : 1 + n].clone(), row[1 + k : 1 + k + n].view(torch.float32).clone()) for row, n in zip(rows, counts)
-        ]
+        counts, parts = rows[:, 0].tolist(), rows[:, 1:].unflatten(1, (columns, -1))
+        found = ([row[:n].clone() for row in part] for part, n in zip(parts, counts, strict=True))
+        return [[first, *(row.view(torch.float32) for row in rest)] for first, *rest in found]
 
     def _load(self, rec: _Recording, Q: Tensor, pids: Tensor | None = None, allow: Tensor | None = None) -> None:
         if rec.pinned_Q is not None:
@@ -303,10 +323,12 @@ class DeviceSearch:
                 )
             if until is not None:
                 return _run_until(stages, q, params, until)
+            if kind.startswith("shard"):
+                return _packed_shard(*run_shard(stages, q, params, candidates=listed, allow=bits))
             source: dict[str, Any] = {} if listed is None else {kind: listed}
             return _packed(run_funnel(stages, q, params, allow=bits, **source))
 
-        packs = kind in ("search", "given", "candidates")
+        packs = kind in ("search", "given", "candidates", "shard", "shard of candidates")
 
         def run() -> Any:
             if lanes == 1:
@@ -371,6 +393,15 @@ def _packed(ranking: Ranking) -> Tensor:
     if count is None:
         count = torch.full((1,), k, dtype=torch.int32, device=ranking.pids.device)
     return torch.cat([count, ranking.pids, ranking.scores.view(torch.int32)])
+
+
+def _packed_shard(pids: Pids, scores: list[Tensor]) -> Tensor:
+    """int32 [1 + columns * cap], as ``_packed``."""
+    assert pids.pids is not None
+    count = pids.count
+    if count is None:
+        count = torch.full((1,), pids.pids.numel(), dtype=torch.int32, device=pids.pids.device)
+    return torch.cat([count, pids.pids, *(column.view(torch.int32) for column in scores)])
 
 
 def _capacity(pids: Tensor) -> int:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from plaid_tilemaxsim.funnel import Pids, SearchParams, Stages, default_params, run_funnel
+from plaid_tilemaxsim.funnel import Pids, SearchParams, Stages, default_params, run_funnel, run_shard
+from plaid_tilemaxsim.merge import Survivors
 from plaid_tilemaxsim.stats import Watch
 
 if TYPE_CHECKING:
@@ -115,6 +116,49 @@ class SearchEngine:
         self._check_ncells(params, given=False)
         with torch.no_grad():
             return self._device_search.search_batch(Q, params)
+
+    def survivors(
+        self,
+        Q: Tensor,
+        params: SearchParams,
+        *,
+        candidates: Tensor | list[int] | None = None,
+        allow: Tensor | None = None,
+    ) -> list[Survivors]:
+        """What ``merge.merge`` needs of this index, as one shard of a larger one, for each query of Q [B, LQ, DIM].
+
+        On the CPU; pids are this index's own. candidates: the passages to start from, instead of those that the query
+        generates. allow: as in ``search``. Raises as ``search`` does.
+        """
+        Q = self._check_query(Q, 3)
+        self._check_ncells(params, given=candidates is not None)
+        allowed = None if allow is None else self.allow_mask(allow)
+        with torch.no_grad():
+            listed = None if candidates is None else self._check_pids(candidates).sort().values
+            if params.mode == "exhaustive" and listed is None and allowed is not None:
+                listed = allowed.nonzero()[:, 0].int()
+            prunes = params.mode == "plaid" or (params.mode == "exhaustive" and params.prefilter is not None)
+            if listed is not None and listed.numel() == 0:
+                column = torch.zeros(0) if prunes else None
+                first = column if params.mode == "plaid" else None
+                return [Survivors(_nothing()[0], torch.zeros(0), first, column)] * len(Q)
+            if not prunes:
+                if listed is not None:
+                    return [Survivors(*self._run_listed("candidates", q, listed, params, None)) for q in Q]
+                return [Survivors(*found) for found in self.search_batch(Q, params, allow=allow)]
+            if self._device_search is not None:
+                alone = listed is not None or allowed is not None
+                parts = Q.split(1) if alone else (Q,)
+                found = [
+                    columns
+                    for part in parts
+                    for columns in self._device_search.survivors(part, params, pids=listed, allow=allowed)
+                ]
+            else:
+                start = None if listed is None else Pids(listed)
+                shards = (run_shard(self._stages, q, params, candidates=start, allow=allowed) for q in Q)
+                found = [[cast(Tensor, pids.pids), *scores] for pids, scores in shards]
+        return [Survivors(pids, exact, first[0] if first else None, second) for pids, *first, second, exact in found]
 
     def candidates(self, Q: Tensor, ncells: int) -> Tensor:
         """Passages in the lists of the ``ncells`` best centroids of every token of Q [LQ, DIM].

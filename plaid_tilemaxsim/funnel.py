@@ -102,6 +102,10 @@ class Stages(Protocol):
 
     def prune(self, cs: Any, pids: Pids, keep: int, *, thresholded: bool) -> Pids: ...
 
+    def approximate(self, cs: Any, pids: Pids, *, thresholded: bool) -> Tensor: ...
+
+    def select(self, pids: Pids, scores: Tensor, keep: int) -> tuple[Pids, Tensor]: ...
+
     def exact(self, Q: Tensor, cs: Any, pids: Pids) -> Tensor: ...
 
     def topk(self, pids: Pids, scores: Tensor, k: int | None) -> Ranking: ...
@@ -123,14 +127,10 @@ def run_funnel(
     these (ascending) in the place of those that the query would generate. allow: the stages' form of a filter.
     stage: called with the name of every step that runs, for timing.
     """
-    short = Q if params.query_maxlen is None else Q[: params.query_maxlen]
     generates = given is None and candidates is None and params.mode != "exhaustive"
     prunes = given is None and params.mode == "plaid"
     with stage("centroids"):
-        threshold, ncells = params.threshold if prunes else None, params.ncells if generates else None
-        cs_short = stages.centroids(short, threshold=threshold, ncells=ncells)
-        # Stock generates and prunes with the first query_maxlen tokens and scores with all of them.
-        cs = cs_short if len(short) == len(Q) else stages.centroids(Q, threshold=None, ncells=None)
+        cs_short, cs = _centroid_scores(stages, Q, params, thresholded=prunes, generates=generates)
     pids = given if given is not None else candidates
     if pids is None:
         with stage("candidates"):
@@ -149,3 +149,36 @@ def run_funnel(
         ranking = stages.topk(pids, scores, params.k)
     ranking.candidates = generated
     return ranking
+
+
+def run_shard(
+    stages: Stages, Q: Tensor, params: SearchParams, *, candidates: Pids | None = None, allow: Tensor | None = None
+) -> tuple[Pids, list[Tensor]]:
+    """A mode that prunes, on one shard of an index: what ``merge.merge`` needs to do as ``run_funnel`` on the whole.
+
+    Passages and their scores fp32 [cap] each: over the threshold (mode "plaid" alone), by all codes, exact.
+    """
+    plaid = params.mode == "plaid"
+    generates = candidates is None and plaid
+    cs_short, cs = _centroid_scores(stages, Q, params, thresholded=plaid, generates=generates)
+    pids = candidates
+    if pids is None:
+        pids = stages.candidates(cs_short, params.ncells, allow) if generates else Pids(None)
+    if plaid:
+        pids, first = stages.select(pids, stages.approximate(cs_short, pids, thresholded=True), params.ndocs)
+        scores = [first, stages.approximate(cs_short, pids, thresholded=False).clone()]
+    else:
+        assert params.prefilter is not None
+        pids, second = stages.select(pids, stages.approximate(cs, pids, thresholded=False), params.prefilter)
+        scores = [second]
+    return pids, [*scores, stages.exact(Q, cs, pids)]
+
+
+def _centroid_scores(
+    stages: Stages, Q: Tensor, params: SearchParams, *, thresholded: bool, generates: bool
+) -> tuple[Any, Any]:
+    """Centroid scores of the first query_maxlen tokens, with which stock generates and prunes, and of all tokens."""
+    short = Q if params.query_maxlen is None else Q[: params.query_maxlen]
+    threshold, ncells = params.threshold if thresholded else None, params.ncells if generates else None
+    cs_short = stages.centroids(short, threshold=threshold, ncells=ncells)
+    return cs_short, cs_short if len(short) == len(Q) else stages.centroids(Q, threshold=None, ncells=None)

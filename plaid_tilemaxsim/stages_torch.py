@@ -34,8 +34,14 @@ class TorchStages:
         listed = self._listed(pids)
         if keep >= listed.numel():
             return pids
-        scores = api.centroid_maxsim(cs, self.index.codes, self.index.offsets, pids.pids, thresholded, impl="torch")
-        return Pids(cpu.select_top(scores, listed, keep)[0])
+        return Pids(cpu.select_top(self.approximate(cs, pids, thresholded=thresholded), listed, keep)[0])
+
+    def approximate(self, cs: api.CentroidScores, pids: Pids, *, thresholded: bool) -> Tensor:
+        return api.centroid_maxsim(cs, self.index.codes, self.index.offsets, pids.pids, thresholded, impl="torch")
+
+    def select(self, pids: Pids, scores: Tensor, keep: int) -> tuple[Pids, Tensor]:
+        chosen, best = cpu.select_top(scores, self._listed(pids), keep)
+        return Pids(chosen), best
 
     def exact(self, Q: Tensor, cs: api.CentroidScores, pids: Pids) -> Tensor:
         scores = torch.empty(self.index.num_passages if pids.pids is None else pids.pids.numel())

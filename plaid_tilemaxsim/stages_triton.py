@@ -47,13 +47,18 @@ class TritonStages:
         return Pids(self._pids, total)
 
     def prune(self, cs: api.CentroidScores, pids: Pids, keep: int, *, thresholded: bool) -> Pids:
-        index = self.index
-        scores = self._scores_for(pids)
+        return self.select(pids, self.approximate(cs, pids, thresholded=thresholded), keep)[0]
+
+    def approximate(self, cs: api.CentroidScores, pids: Pids, *, thresholded: bool) -> Tensor:
+        index, scores = self.index, self._scores_for(pids)
         api.centroid_maxsim(cs, index.codes, index.offsets, pids.pids, thresholded, scores, pids.count, impl="triton")
+        return scores
+
+    def select(self, pids: Pids, scores: Tensor, keep: int) -> tuple[Pids, Tensor]:
         if scores.numel() <= rank_kernel.LIMIT:
             best = self._ranked(pids, scores, min(keep, scores.numel()))
-            return Pids(best.pids, best.count)
-        return self._select(pids, scores, keep)[0]
+            return Pids(best.pids, best.count), best.scores
+        return self._select(pids, scores, keep)
 
     def exact(self, Q: Tensor, cs: api.CentroidScores, pids: Pids) -> Tensor:
         scores = self._scores_for(pids)

@@ -402,10 +402,12 @@ def serve(app: FastAPI, host: str, port: int, *, shutdown_seconds: float = 30.0)
         app, log_level="warning", access_log=False, server_header=False,
         timeout_graceful_shutdown=math.ceil(shutdown_seconds),
     )  # fmt: skip
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    # With the protocol named, asyncio sends small parts at once (TCP_NODELAY); without, answers wait for an ACK: 40 ms.
+    with socket.socket(family, kind, protocol) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(2048)
         host, port = listener.getsockname()[:2]
         print(f"http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
         # uvicorn raises the signal that ended it once more when it is done.

@@ -1,0 +1,492 @@
+"""The server: what it answers is a direct search's, what it refuses says why, and nobody pays for another's query."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import math
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+pytest.importorskip("prometheus_client")
+
+import uvicorn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import plaid_tilemaxsim
+from plaid_tilemaxsim import cli, serve
+from plaid_tilemaxsim.serve_requests import FIELDS, Limits, Query, Refused, SearchRequest, parse
+from scripts import bench_serve
+from tests.colbert_fixtures import PASSAGES, checkpoint, collection, index  # noqa: F401
+
+TOLERANCE = bench_serve.TOLERANCE["cpu"]
+SMALL = Limits(max_k=200, max_queries=4, max_query_chars=100, max_pids=350, max_body_bytes=10_000, max_queue=6)
+
+
+def call(address, method="POST", path="/search", body=None, headers=None, timeout=60):
+    """(status, headers, parsed answer) of one request on a connection of its own."""
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=timeout)
+    try:
+        data = json.dumps(body).encode() if isinstance(body, dict) else body
+        connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
+        answer = connection.getresponse()
+        content = answer.read()
+        is_json = answer.headers["Content-Type"] == "application/json"
+        return answer.status, answer.headers, json.loads(content) if is_json else content.decode()
+    finally:
+        connection.close()
+
+
+@contextlib.contextmanager
+def running(app):
+    """Address of the app, served by a thread of this process."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield "http://{}:{}".format(*listener.getsockname())
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+class TestParse:
+    @pytest.mark.parametrize(
+        ("body", "status", "message"),
+        [
+            (b"", 400, "body: expected JSON, got"),
+            (b"{", 400, "body: expected JSON"),
+            (b"\xff\xfe\xfd", 400, "body: expected JSON"),
+            (b"[" * 9000, 400, "body: expected JSON"),
+            (b'{"query": "a", "k": ' + b"9" * 5000 + b"}", 400, "body: expected JSON"),
+            (pickle.dumps({"query": "a"}), 400, "body: expected JSON"),
+            (b'"text"', 422, "body: expected an object"),
+            (b"{}", 422, 'expected either "query" or "queries", got neither'),
+            (b'{"query": "a", "queries": ["a"]}', 422, "got both"),
+            (b'{"query": "a", "K": 3}', 422, f"names from {list(FIELDS)}, got K"),
+            (b'{"query": ["a"]}', 422, "query: expected a string of 1 to 100 characters, got ['a']"),
+            (b'{"query": ""}', 422, "query: expected a string of 1 to 100 characters, got one of 0"),
+            (json.dumps({"query": "a" * 101}).encode(), 422, "got one of 101"),
+            (b'{"query": "a\\ud800"}', 422, "query: expected Unicode text, got half a surrogate pair at 1"),
+            (b'{"queries": []}', 422, "queries: expected a list of 1 to 4 strings, got 0 of them"),
+            (b'{"queries": ["a", "a", "a", "a", "a"]}', 422, "got 5 of them"),
+            (b'{"queries": "a"}', 422, "queries: expected a list of 1 to 4 strings, got a"),
+            (b'{"queries": ["a", null]}', 422, "queries[1]: expected a string of 1 to 100 characters, got None"),
+            (b'{"query": "a", "k": 0}', 422, "k: expected an integer in 1 .. 200, got 0"),
+            (b'{"query": "a", "k": 201}', 422, "k: expected an integer in 1 .. 200, got 201"),
+            (b'{"query": "a", "k": 2.0}', 422, "got 2.0"),
+            (b'{"query": "a", "k": NaN}', 422, "got nan"),
+            (b'{"query": "a", "k": true}', 422, "got True"),
+            (b'{"query": "a", "k": null}', 422, "got None"),
+            (b'{"query": "a", "pids": 3}', 422, "pids: expected a list of at most 350 integers, got 3"),
+            (json.dumps({"query": "a", "pids": [0] * 351}).encode(), 422, "got 351 of them"),
+            (b'{"query": "a", "pids": [0, 300]}', 422, "pids: expected integers in 0 .. 299, got 300"),
+            (b'{"query": "a", "pids": [-1]}', 422, "pids: expected integers in 0 .. 299, got -1"),
+            (b'{"query": "a", "pids": ["1"]}', 422, "pids: expected integers in 0 .. 299, got 1"),
+            (b'{"query": "a", "text": 1}', 422, "text: expected true or false, got 1"),
+            (b'{"query": "a", "text": true}', 422, "--collection"),
+        ],
+    )  # fmt: skip
+    def test_refused(self, body, status, message):
+        with pytest.raises(Refused) as refused:
+            parse(body, SMALL, PASSAGES, has_texts=False)
+        assert refused.value.status == status
+        assert message in str(refused.value)
+        assert len(str(refused.value)) < 300
+
+    def test_taken(self):
+        wanted = parse(b'{"queries": ["a", "b"], "k": 3, "pids": [1, 1], "text": true}', SMALL, PASSAGES, True)
+        assert wanted == SearchRequest([Query("a", 3, [1, 1]), Query("b", 3, [1, 1])], False, True)
+        assert parse(b'{"query": "a"}', SMALL, PASSAGES, False) == SearchRequest([Query("a", 10)], True, False)
+        assert parse(b'{"query": "a"}', Limits(max_k=3), PASSAGES, False).queries[0].k == 3
+
+    json_values = st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
+        lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.sampled_from(FIELDS) | st.text(), inner),
+        max_leaves=12,
+    )
+
+    @settings(max_examples=300, deadline=None)
+    @given(st.binary(max_size=50) | st.builds(lambda value: json.dumps(value).encode(), json_values))
+    def test_any_body_is_taken_or_refused(self, body):
+        try:
+            wanted = parse(body, SMALL, PASSAGES, has_texts=True)
+        except Refused as error:
+            refused = error
+        else:
+            for query in wanted.queries:
+                assert 1 <= len(query.text.encode()) <= 400
+                assert 1 <= query.k <= 200
+                assert all(0 <= pid < PASSAGES for pid in query.pids or ())
+            return
+        assert refused.status in (400, 422)
+        assert len(str(refused).encode()) < 500
+
+    def test_limits_are_checked(self):
+        for wrong in ({"max_k": 0}, {"max_wait_ms": -1.0}, {"max_wait_ms": math.nan}, {"max_queue": 5}):
+            with pytest.raises(ValueError, match=f"{next(iter(wrong))}|max_queries: expected at most max_queue = 5"):
+                Limits(**wrong)
+
+
+class Gate:
+    """A search that tells what it was asked and waits to be let on."""
+
+    def __init__(self):
+        self.asked = queue.Queue()
+        self.open = threading.Event()
+
+    def __call__(self, queries):
+        self.asked.put([query.text for query in queries])
+        assert self.open.wait(30)
+        if any(query.text == "bad" for query in queries):
+            raise RuntimeError("a bad query")
+        return [serve.Answer([len(query.text)], [0.5]) for query in queries]
+
+
+@pytest.fixture
+def gate():
+    return Gate()
+
+
+def queries(*texts):
+    return [Query(text, 10) for text in texts]
+
+
+class TestBatcher:
+    @pytest.fixture
+    def batcher(self, gate):
+        batcher = serve.Batcher(gate, Limits(max_batch=3, max_wait_ms=0, max_queue=8, max_queries=8))
+        yield batcher
+        gate.open.set()
+        batcher.close()
+
+    def test_what_waits_is_answered_together_and_in_order(self, gate, batcher):
+        first = batcher.submit(queries("a"))
+        assert gate.asked.get(timeout=30) == ["a"]
+        later = batcher.submit(queries("bb", "ccc")) + batcher.submit(queries("dddd", "eeeee"))
+        gate.open.set()
+        assert [future.result(30).pids for future in first + later] == [[1], [2], [3], [4], [5]]
+        assert [gate.asked.get(timeout=30) for _ in range(2)] == [["bb", "ccc", "dddd"], ["eeeee"]]
+        assert batcher.healthy
+
+    def test_waits_for_company_no_longer_than_asked(self, gate):
+        gate.open.set()
+        batcher = serve.Batcher(gate, Limits(max_batch=2, max_wait_ms=1000))
+        began = time.monotonic()
+        batcher.submit(queries("a"))[0].result(30)
+        assert 0.9 < time.monotonic() - began < 10
+        began = time.monotonic()
+        for future in batcher.submit(queries("a")) + batcher.submit(queries("b")):
+            future.result(30)
+        assert time.monotonic() - began < 0.9
+        batcher.close()
+
+    def test_a_full_queue_refuses_and_recovers(self, gate, batcher):
+        taken = batcher.submit(queries("a"))
+        gate.asked.get(timeout=30)
+        taken += batcher.submit(queries(*"bcdefg"))
+        for _ in range(2):
+            with pytest.raises(Refused, match="expected room for 3 queries, got 6 waiting") as refused:
+                batcher.submit(queries(*"hij"))
+            assert refused.value.status == 503
+        assert len(batcher) == 6
+        taken += batcher.submit(queries(*"hi"))
+        gate.open.set()
+        assert all(future.result(30).pids == [1] for future in taken)
+        assert batcher.submit(queries("jj"))[0].result(30).pids == [2]
+
+    def test_nobody_fails_for_anothers_query(self, gate, batcher):
+        batcher.submit(queries("a"))
+        gate.asked.get(timeout=30)
+        good, bad, also_good = batcher.submit(queries("bb", "bad", "ccc"))
+        gate.open.set()
+        assert good.result(30).pids == [2]
+        assert also_good.result(30).pids == [3]
+        with pytest.raises(RuntimeError, match="a bad query"):
+            bad.result(30)
+        assert batcher.healthy
+        for _ in range(serve.FAILING):
+            with pytest.raises(RuntimeError):
+                batcher.submit(queries("bad"))[0].result(30)
+        assert not batcher.healthy
+        batcher.submit(queries("a"))[0].result(30)
+        assert batcher.healthy
+
+    def test_a_query_that_nobody_waits_for_is_left_out(self, gate, batcher):
+        batcher.submit(queries("a"))
+        gate.asked.get(timeout=30)
+        gone, wanted = batcher.submit(queries("b", "c"))
+        gone.cancel()
+        gate.open.set()
+        wanted.result(30)
+        assert gate.asked.get(timeout=30) == ["c"]
+
+    def test_close_answers_what_waits(self, gate, batcher):
+        waiting = batcher.submit(queries(*"abcde"))
+        closing = threading.Thread(target=batcher.close)
+        closing.start()
+        gate.open.set()
+        closing.join(30)
+        assert all(future.result(0) for future in waiting)
+        assert not batcher.healthy
+        with pytest.raises(Refused, match="shutting down"):
+            batcher.submit(queries("a"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def disabled_afterwards():
+    yield
+    plaid_tilemaxsim.disable()
+
+
+@pytest.fixture(scope="module")
+def direct(index):  # noqa: F811
+    """A Searcher that no server uses."""
+    return serve.open_searcher(index)[0]
+
+
+@pytest.fixture(scope="module")
+def tsv(tmp_path_factory, collection):  # noqa: F811
+    path = tmp_path_factory.mktemp("collection") / "collection.tsv"
+    path.write_text("".join(f"{pid}\t{text}\n" for pid, text in enumerate(collection)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def address(index, tsv):  # noqa: F811
+    searcher, texts = serve.open_searcher(index, collection=str(tsv))
+    with running(
+        serve.create_app(searcher, Limits(max_k=200, max_query_chars=100, max_body_bytes=10_000), texts)
+    ) as at:
+        yield at
+
+
+def same(answer, searched):
+    """Whether an answer is what a Searcher returned."""
+    pids, ranks, scores = searched
+    assert answer["ranks"] == ranks
+    (got,) = bench_serve.ranked([(200, answer, 0.0)])
+    return bench_serve.agrees(got, (pids, scores), TOLERANCE)
+
+
+class TestAnswers:
+    def test_are_those_of_a_direct_search(self, address, direct, collection):  # noqa: F811
+        for k in (1, 7, 10, 11, 100, 101, 200):
+            for text in collection[k % 5 : k % 5 + 3]:
+                status, _, answer = call(address, body={"query": text[:100], "k": k})
+                assert status == 200
+                assert set(answer) == {"pids", "ranks", "scores"}
+                assert same(answer, direct.search(text[:100], k=k))
+                assert not same({**answer, "pids": answer["pids"][::-1]}, direct.search(text[:100], k=k)) or k == 1
+
+    def test_of_several_queries_come_in_order(self, address, direct, collection):  # noqa: F811
+        texts = [text[:100] for text in collection[:40]]
+        status, _, answer = call(address, body={"queries": texts, "k": 20})
+        assert status == 200
+        results, wanted = answer["results"], [direct.search(text, k=20) for text in texts]
+        assert all(map(same, results, wanted))
+        assert not any(map(same, results, wanted[1:]))
+
+    def test_of_given_pids_are_their_exact_scores(self, address, direct, collection):  # noqa: F811
+        text, pids = collection[0][:100], [5, 299, 7, 7, 0, 120]
+        _, _, answer = call(address, body={"query": text, "k": 100, "pids": pids})
+        assert same(answer, direct.search(text, k=100, pids=pids))
+        assert sorted(answer["pids"]) == sorted(pids)
+        assert call(address, body={"query": text, "pids": []})[2] == {"pids": [], "ranks": [], "scores": []}
+
+    def test_hold_the_passages_where_asked(self, address, collection):  # noqa: F811
+        _, _, answer = call(address, body={"query": "bana", "text": True})
+        assert answer["passages"] == [collection[pid] for pid in answer["pids"]]
+
+    def test_an_empty_passage_scores_null(self, address, direct):
+        (empty, *_) = (direct.ranker.doclens == 0).nonzero()[:, 0].tolist()
+        _, _, answer = call(address, body={"query": "bana", "pids": [empty, 1]})
+        assert answer["pids"][1] == empty
+        assert answer["scores"][1] is None
+
+    def test_do_not_change_under_load(self, address, direct, collection):  # noqa: F811
+        asked = [(collection[i % 60][:100], (5, 10, 60, 150)[i % 4]) for i in range(240)]
+        wanted = {(text, k): direct.search(text, k=k) for text, k in set(asked)}
+        answers = asyncio.run(bench_serve.load(address, [{"query": text, "k": k} for text, k in asked], 24))
+        assert all(status == 200 and same(answer, wanted[key]) for (status, answer, _), key in zip(answers, asked))
+        assert sum(same(answer, wanted[key]) for (_, answer, _), key in zip(answers, asked[4:])) < 24
+        batches = call(address, "GET", "/metrics")[2]
+        full = next(line for line in batches.splitlines() if 'batch_queries_bucket{le="8.0"}' in line)
+        total = next(line for line in batches.splitlines() if "batch_queries_count" in line)
+        assert float(full.split()[1]) < float(total.split()[1]), "no batch of more than 8 queries"
+
+
+class TestRefusals:
+    def test_over_http(self, address):
+        fine = json.dumps({"query": "bana"}).encode()
+        for body, headers, status, message in (
+            ({"query": "a", "k": 201}, {}, 422, "k: expected an integer in 1 .. 200, got 201"),
+            (b"{", {}, 400, "body: expected JSON"),
+            (fine, {"Content-Type": "text/plain"}, 415, "expected application/json, got text/plain"),
+            (pickle.dumps(1), {"Content-Type": "application/octet-stream"}, 415, "Content-Type: expected"),
+            (b" " * 10_001, {}, 413, "body: expected at most 10000 bytes, got 10001"),
+            (iter([b" " * 6000] * 2), {}, 413, "body: expected at most 10000 bytes, got more"),  # in chunks
+        ):  # fmt: skip
+            got, answered, answer = call(address, body=body, headers=headers)
+            assert (got, answered["Content-Type"]) == (status, "application/json")
+            assert message in answer["error"]
+        assert call(address, "GET", "/search")[::2] == (405, {"error": "GET /search: Method Not Allowed"})
+        assert call(address, "GET", "/nowhere")[::2] == (404, {"error": "GET /nowhere: Not Found"})
+        assert call(address, body=fine, headers={"Content-Type": "application/json; charset=utf-8"})[0] == 200
+
+    def test_a_body_that_does_not_come(self, address, monkeypatch):
+        monkeypatch.setattr(serve, "BODY_SECONDS", 0.2)
+        host, port = address.removeprefix("http://").split(":")
+        head = b"POST /search HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 20\r\n\r\n{"
+        with socket.create_connection((host, int(port)), timeout=30) as client:
+            client.sendall(head)
+            assert client.recv(1000).startswith(b"HTTP/1.1 408")
+        assert call(address, body={"query": "bana"})[0] == 200
+
+
+class TestApp:
+    """Around a search that waits or fails."""
+
+    @pytest.fixture
+    def blocked(self, gate, monkeypatch):
+        monkeypatch.setattr(serve.BatchSearch, "warmup", lambda self, most: None)
+        monkeypatch.setattr(serve.BatchSearch, "__call__", lambda self, queries: gate(queries))
+
+        class Ranker:
+            num_passages, closed = PASSAGES, False
+
+            def close(self):
+                self.closed = True
+
+        searcher = type("Searcher", (), {"ranker": Ranker()})()
+        with running(serve.create_app(searcher, SMALL)) as address:
+            yield address
+            gate.open.set()
+        assert searcher.ranker.closed
+
+    def test_a_full_queue_is_503_with_retry_after(self, blocked, gate):
+        answers = []
+        clients = [
+            threading.Thread(target=lambda: answers.append(call(blocked, body={"query": "a"})[0])) for _ in range(7)
+        ]
+        clients[0].start()
+        gate.asked.get(timeout=30)
+        for client in clients[1:]:
+            client.start()
+        while call(blocked, "GET", "/health")[2]["waiting"] < 6:
+            time.sleep(0.01)
+        status, headers, answer = call(blocked, body={"query": "b"})
+        assert (status, headers["Retry-After"]) == (503, "1")
+        assert answer == {"error": "expected room for 1 queries, got 6 waiting already"}
+        gate.open.set()
+        for client in clients:
+            client.join(30)
+        assert answers == [200] * 7
+        assert call(blocked, body={"query": "b"})[0] == 200
+        metrics = call(blocked, "GET", "/metrics")[2]
+        assert 'plaid_tilemaxsim_http_requests_total{status="503"} 1.0' in metrics
+        assert 'plaid_tilemaxsim_http_requests_total{status="200"} 8.0' in metrics
+        assert "plaid_tilemaxsim_waiting_queries 0.0" in metrics
+
+    def test_a_failing_search_is_500_and_shows_in_health(self, blocked, gate, caplog):
+        gate.open.set()
+        assert call(blocked, "GET", "/health")[0] == 200
+        for _ in range(serve.FAILING):
+            status, _, answer = call(blocked, body={"query": "bad"})
+            assert (status, answer) == (500, {"error": "the search failed; the server's log says why"})
+        assert "a bad query" in caplog.text
+        assert call(blocked, "GET", "/health")[::2] == (
+            503, {"status": "failing", "passages": PASSAGES, "waiting": 0, "version": serve.__version__},
+        )  # fmt: skip
+        assert call(blocked, body={"query": "a"})[0] == 200
+        assert call(blocked, "GET", "/health")[2]["status"] == "ok"
+
+    def test_describes_itself(self, blocked):
+        described = call(blocked, "GET", "/openapi.json")[2]["paths"]["/search"]["post"]
+        schema = described["requestBody"]["content"]["application/json"]["schema"]["properties"]
+        assert set(schema) == set(FIELDS)
+        assert schema["k"]["maximum"] == SMALL.max_k
+        assert {"200", "400", "413", "415", "422", "503"} <= set(described["responses"])
+
+
+class TestCommand:
+    def test_load_meets_the_script_s_checks(self, index, checkpoint, tmp_path):  # noqa: F811
+        out = tmp_path / "serve.json"
+        arguments = ["--index", index, "--checkpoint", checkpoint, "--requests", 150, "--distinct", 30, "--out", out]
+        assert bench_serve.main([str(word) for word in [*arguments, "--clients", 8]]) == 0
+        result = json.loads(out.read_text())
+        assert result["correct"]
+        figures = result["figures"]
+        assert figures["errors"] == 0
+        assert figures["agreement"] == figures["pids_agreement"] == 1
+        assert 0 < figures["serve_p50_ms"] <= figures["serve_p99_ms"]
+        assert str(tmp_path) not in out.read_text()
+
+    def test_sigterm_answers_what_was_accepted(self, index):  # noqa: F811
+        """With seconds of waiting for company, all requests are in the queue when the signal comes."""
+        command = [sys.executable, "-W", "ignore", "-m", "plaid_tilemaxsim", "serve", str(index), "--port", "0"]
+        process = subprocess.Popen([*command, "--max-wait-ms", "3000"], stdout=subprocess.PIPE, text=True)
+        at = next(line.strip() for line in process.stdout if line.startswith("http://"))
+        answers = []
+        clients = [
+            threading.Thread(target=lambda: answers.append(call(at, body={"queries": ["bana", "dero"]})[0]))
+            for _ in range(3)
+        ]
+        for client in clients:
+            client.start()
+        while call(at, "GET", "/health")[2]["waiting"] < 6:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        for client in clients:
+            client.join(60)
+        assert answers == [200] * 3
+        assert process.wait(60) == 0
+        process.stdout.close()
+        with pytest.raises(ConnectionRefusedError):
+            call(at, body={"query": "bana"})
+
+    def test_says_what_is_wrong(self, index, tsv, tmp_path, capsys):  # noqa: F811
+        short = tmp_path / "short.tsv"
+        short.write_text("0\tone\n1\ttwo\n")
+        jumbled = tmp_path / "jumbled.tsv"
+        jumbled.write_text("7\tone\n")
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = str(taken.getsockname()[1])
+            for arguments, message in (
+                ([str(tmp_path)], "metadata.json"),
+                ([str(index), "--max-k", "0"], "max_k: expected at least 1, got 0"),
+                ([str(index), "--collection", str(short)], "expected the index's 300 passages, got 2"),
+                ([str(index), "--collection", str(jumbled)], "expected lines of pid, tab, passage"),
+                ([str(index), "--collection", "a.jsonl"], "collection: expected a .tsv file"),
+                ([str(index), "--collection", str(tmp_path / "no.tsv")], "no.tsv"),
+                ([str(index), "--scorer-options", '{"moed": 1}'], "scorer_options: expected names"),
+                ([str(index), "--port", port], "Address already in use"),
+            ):
+                assert cli.main(["serve", *arguments]) == 2
+                error = capsys.readouterr().err.splitlines()[-1]
+                assert error.startswith("plaid-tilemaxsim: ")
+                assert message in error
+
+    def test_names_the_extra(self):
+        code = "import sys; sys.modules['fastapi'] = None; from plaid_tilemaxsim.cli import main; main(['serve', 'x'])"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert "fastapi is not installed here; pip install 'plaid-tilemaxsim[serve]'" in done.stderr
+
+    def test_help_names_the_limits(self, capsys):
+        with pytest.raises(SystemExit):
+            cli.main(["serve", "--help"])
+        out = capsys.readouterr().out
+        for name in vars(Limits()):
+            assert f"--{name.replace('_', '-')} N" in out

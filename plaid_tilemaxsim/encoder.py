@@ -156,6 +156,7 @@ class QueryEncoder:
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            self._pool = None
             raise ValueError(
                 f'encoder="fast": expected a model that a CUDA graph can record, got {type(self._model.LM).__name__} '
                 f'({error}); use encoder="stock"'

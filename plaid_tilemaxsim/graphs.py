@@ -22,12 +22,26 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def recording(device: torch.device, pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
-    """The graph of the work inside, which must have run once before. Graphs of one pool share memory: one replay
-    at a time."""
+    """The graph of the work inside, which must have run once before.
+
+    Graphs of one pool share memory: one replay at a time, and none recorded into it after an error. RuntimeError for
+    work that waits for the device.
+    """
     with _recording, torch.cuda.device(device):
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=_stream(device), capture_error_mode="thread_local"):
-            yield graph
+        with torch.cuda.stream(_stream(device)):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                yield graph
+            finally:
+                try:
+                    graph.capture_end()
+                except RuntimeError:
+                    # torch has not got to this, and its allocator would take the recording for one that goes on
+                    torch._C._cuda_endAllocateToPool(device.index, pool)
+                    raise
 
 
 class Turns:

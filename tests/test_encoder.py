@@ -42,7 +42,7 @@ def load(folder: Path, **config: Any) -> Any:
 
 
 @pytest.fixture
-def model(checkpoint: Path) -> Any:  # noqa: F811
+def model(checkpoint: Path, device: str) -> Any:  # noqa: F811
     return load(checkpoint)
 
 
@@ -72,7 +72,7 @@ def assert_same(got: torch.Tensor, want: torch.Tensor, model: Any) -> None:
 class TestTokens:
     @pytest.mark.parametrize("attend", [False, True])
     @pytest.mark.parametrize("maxlen", [8, 32, 48])
-    def test_equal_stock(self, checkpoint, attend, maxlen):  # noqa: F811
+    def test_equal_stock(self, checkpoint, device, attend, maxlen):  # noqa: F811
         model = load(checkpoint, attend_to_mask_tokens=attend)
         encoder = QueryEncoder(model)
         model.query_tokenizer.query_maxlen = maxlen
@@ -92,7 +92,7 @@ class TestTokens:
 
 class TestEmbeddings:
     @pytest.mark.parametrize("attend", [False, True])
-    def test_equal_stock(self, checkpoint, attend):  # noqa: F811
+    def test_equal_stock(self, checkpoint, device, attend):  # noqa: F811
         model = load(checkpoint, attend_to_mask_tokens=attend)
         encoder = QueryEncoder(model)
         for texts in (TEXTS, TEXTS[:1], TEXTS[3:5], TEXTS[:1]):
@@ -181,7 +181,7 @@ def test_nothing_waits_for_the_device(model, monkeypatch):
 
 class TestSearcher:
     @pytest.fixture
-    def searcher(self, index, checkpoint, collection):  # noqa: F811
+    def searcher(self, index, checkpoint, collection, device):  # noqa: F811
         from colbert import Searcher
         from colbert.infra import ColBERTConfig
 
@@ -279,3 +279,4 @@ class TestRecorded:
             encoder.encode(TEXTS, 32)
         monkeypatch.undo()
         assert_same(encoder.encode(TEXTS, 32), stock(model, TEXTS), model)
+        assert torch.randn(8, device="cuda").isfinite().all()

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,13 +22,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from plaid_tilemaxsim import faults
 from plaid_tilemaxsim.funnel import STAGES, Pids, Ranking, SearchParams, run_funnel, run_shard
+from plaid_tilemaxsim.graphs import recording
 from plaid_tilemaxsim.ops.api import padded_query_length
 from plaid_tilemaxsim.ops.pids_kernel import clamp_pids
 from plaid_tilemaxsim.stages_triton import TritonStages
+from plaid_tilemaxsim.stats import Watch
 
 if TYPE_CHECKING:
     from plaid_tilemaxsim.index.resident import ResidentIndex
+
+log = logging.getLogger("plaid_tilemaxsim")
 
 # Queries of a batch in one launch, and what their buffers and centroid tables may take together of the memory that is
 # free when the first batch comes.
@@ -37,6 +44,39 @@ MAX_GRAPHS = 64
 
 class _Stop(Exception):
     """Ends a funnel after the stage that ``profile`` asked for."""
+
+
+class _Clock:
+    """What a recording measures of itself: CUDA events between the stages, inside its graph; else the host's time."""
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
+        self._events: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+        self._seconds: dict[str, float] = {}
+        self.candidates: Tensor | None = None  # int32 [1]
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        if not self._on_gpu:
+            began = time.perf_counter()
+            yield
+            self._seconds[name] = time.perf_counter() - began
+            return
+        if name not in self._events:
+            # External: without that, an event inside a recording orders its streams and measures nothing.
+            begin, end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
+            self._events[name] = begin, end
+        begin, end = self._events[name]
+        begin.record()
+        yield
+        end.record()
+
+    def read(self, watch: Watch) -> None:
+        """After the search, when the device is done with it."""
+        watch.stages.update(self._seconds)
+        watch.stages.update({name: begin.elapsed_time(end) / 1e3 for name, (begin, end) in self._events.items()})
+        if self.candidates is not None:
+            watch.found(int(self.candidates))
 
 
 @dataclass
@@ -54,6 +94,7 @@ class _Recording:
     pinned_Q: Tensor | None = None  # fp32 [1, LQ, DIM] in host memory: where the graph takes the query from
     pinned_count: Tensor | None = None  # int32 [1] in host memory: likewise
     pinned: Tensor | None = None  # int32 [1, 1 + 2 k] in host memory: where the graph leaves the answer
+    clock: _Clock | None = None
 
     def replay(self) -> Any:
         if self.graph is None:
@@ -64,58 +105,109 @@ class _Recording:
 
 
 class DeviceSearch:
-    """Replays recorded searches over one resident index. One search at a time: callers wait on a lock."""
+    """Replays recorded searches over one resident index. One search at a time: callers wait on a lock.
 
-    def __init__(self, index: ResidentIndex) -> None:
+    pin_answers: whether answers are to end in host memory, or stay on the device for a caller of ``launch``.
+    """
+
+    def __init__(self, index: ResidentIndex, pin_answers: bool = True) -> None:
         self.index = index
+        self._pins_answers = pin_answers
         self.device = index.device
         self._lock = threading.RLock()
         self._cmax = float(index.centroids.float().norm(dim=1).max()) if index.num_centroids else 0.0
         self._lanes: list[TritonStages] = [TritonStages(index, self._cmax)]
         self._recordings: OrderedDict[tuple[Any, ...], _Recording] = OrderedDict()
         self._on_gpu = self.device.type == "cuda"
-        self._records = self._on_gpu and not self.stages.exact_scorer.waits
+        self.records = self._on_gpu and not self.stages.exact_scorer.waits
         self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
-        self._stream = torch.cuda.Stream(self.device) if self._on_gpu else None
         self._lanes_that_fit: dict[tuple[int, int], int] = {}
         self._last_stream: torch.cuda.Stream | None = None
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
         """The engine's buffers, for one caller: after the work of the caller before, on whatever stream that ran."""
+        if self._on_gpu:
+            faults.check_fork()
         with self._lock:
-            if not self._on_gpu:
-                yield
-                return
-            here = torch.cuda.current_device() == self.device.index
-            with contextlib.nullcontext() if here else torch.cuda.device(self.device):
-                stream = torch.cuda.current_stream()
-                if self._last_stream is not None and self._last_stream != stream:
-                    stream.wait_stream(self._last_stream)
-                self._last_stream = stream
-                yield
+            if not self._lanes:
+                raise ValueError("search engine: expected an open one, got one that was closed")
+            try:
+                if not self._on_gpu:
+                    yield
+                    return
+                here = torch.cuda.current_device() == self.device.index
+                with contextlib.nullcontext() if here else torch.cuda.device(self.device):
+                    stream = torch.cuda.current_stream()
+                    if self._last_stream is not None and self._last_stream != stream:
+                        stream.wait_stream(self._last_stream)
+                    self._last_stream = stream
+                    yield
+            except BaseException as error:
+                self._clean_after(error)
+                raise
+
+    def _clean_after(self, error: BaseException) -> None:
+        """Leaves the buffers as the next search expects them; raises from ``error`` what says more than it does."""
+        try:
+            if self._on_gpu:
+                torch.cuda.synchronize(self.device)
+            for lane in self._lanes:
+                lane.clean()
+        except RuntimeError as lost:
+            raise faults.device_lost(lost, self.device) from error
+        shortage = faults.memory_shortage(error)
+        if shortage is not None and not isinstance(error, torch.OutOfMemoryError):
+            raise torch.OutOfMemoryError(shortage) from error
+        if shortage is None and faults.is_kernel_failure(error):
+            raise faults.kernel_failure(error, self.device) from error
+
+    def make_room(self) -> None:
+        """Frees what searches allocated and can allocate again: graphs, and the buffers of all lanes but one."""
+        with self._turn():
+            self._recordings.clear()
+            del self._lanes[1:]
+            self._lanes_that_fit.clear()
+            if self._on_gpu:
+                self._pool = torch.cuda.graph_pool_handle()  # that of graphs which are all gone is not used again
+                torch.cuda.empty_cache()
 
     @property
     def stages(self) -> TritonStages:
         return self._lanes[0]
 
-    def search(self, Q: Tensor, params: SearchParams, allow: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def search(
+        self, Q: Tensor, params: SearchParams, allow: Tensor | None = None, watch: Watch | None = None
+    ) -> tuple[Tensor, Tensor]:
         """One query Q [LQ, DIM] (any device) through the whole funnel: pids, scores on the CPU."""
         with self._turn():
-            rec = self._recording("search", len(Q), params, allow=allow is not None, on_host=self._on_host(Q))
-            return self._answer(rec, Q[None], allow=allow)[0]
+            allows, on_host, watched = allow is not None, self._on_host(Q), watch is not None
+            rec = self._recording("search", len(Q), params, allow=allows, on_host=on_host, watched=watched)
+            return self._answer(rec, Q[None], allow=allow, watch=watch)[0]
 
     def search_batch(self, Q: Tensor, params: SearchParams) -> list[tuple[Tensor, Tensor]]:
-        """Q [B, LQ, DIM]: ``BATCH_LANES`` queries a launch, one wait for all of them."""
-        with self._turn():
-            lanes = self._batch_lanes(Q.size(1), len(Q))
-            rec = self._recording("search", Q.size(1), params, lanes=lanes)
-            return self._answer(rec, Q)
+        """Q [B, LQ, DIM]: ``BATCH_LANES`` queries a launch, fewer where memory is short; one wait for all of them."""
+        wanted = None
+        while True:
+            try:
+                with self._turn():
+                    lanes = self.batch_lanes(Q.size(1), len(Q))
+                    rec = self._recording("search", Q.size(1), params, lanes=lanes)
+                    return self._answer(rec, Q)
+            except torch.OutOfMemoryError as error:
+                if lanes == 1:
+                    raise
+                shortage = faults.first_line(error)
+            wanted = wanted or lanes
+            log.warning("%s; %d queries at once, not %d", shortage, lanes // 2, lanes)
+            with self._turn():
+                self.make_room()
+                self._lanes_that_fit[Q.size(1), wanted] = lanes // 2
 
-    def _batch_lanes(self, lq: int, queries: int) -> int:
+    def batch_lanes(self, lq: int, queries: int) -> int:
         """Branches of a batch's graph: a power of two, so that few recordings serve all batches."""
         lanes = min(BATCH_LANES, 1 << (max(queries, 1) - 1).bit_length())
-        if not self._records or (lq, lanes) in self._lanes_that_fit:
+        if not self.records or (lq, lanes) in self._lanes_that_fit:
             return self._lanes_that_fit.get((lq, lanes), lanes)
         wanted = lanes
         # candidates, their scores and flags; int16 and key tables of the centroids; what the codec needs
@@ -127,24 +219,22 @@ class DeviceSearch:
         self._lanes_that_fit[lq, wanted] = lanes
         return lanes
 
-    def search_given(self, Q: Tensor, pids: Tensor, params: SearchParams) -> tuple[Tensor, Tensor]:
-        """Exact scores of ``pids`` (int32, ascending, on the device) alone, best k."""
+    def search_listed(
+        self, kind: str, Q: Tensor, pids: Tensor, params: SearchParams, watch: Watch | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """``pids`` (int32, ascending, on the device) alone, best k. kind: "given" scores them exactly, "candidates"
+        runs the funnel from pruning on."""
         with self._turn():
-            rec = self._recording("given", len(Q), params, cap=_capacity(pids), on_host=self._on_host(Q))
-            return self._answer(rec, Q[None], pids=pids)[0]
-
-    def search_candidates(self, Q: Tensor, pids: Tensor, params: SearchParams) -> tuple[Tensor, Tensor]:
-        """The funnel from pruning on, for candidates chosen by the caller (int32, ascending, on the device)."""
-        with self._turn():
-            rec = self._recording("candidates", len(Q), params, cap=_capacity(pids), on_host=self._on_host(Q))
-            return self._answer(rec, Q[None], pids=pids)[0]
+            cap, on_host, watched = _capacity(pids), self._on_host(Q), watch is not None
+            rec = self._recording(kind, len(Q), params, cap=cap, on_host=on_host, watched=watched)
+            return self._answer(rec, Q[None], pids=pids, watch=watch)[0]
 
     def survivors(
         self, Q: Tensor, params: SearchParams, *, pids: Tensor | None = None, allow: Tensor | None = None
     ) -> list[list[Tensor]]:
         """``funnel.run_shard`` for each query of Q [B, LQ, DIM]: pids int32 [n] and their scores fp32 [n], on the CPU.
 
-        pids: candidates as in ``search_candidates``. Several queries take neither these nor ``allow``.
+        pids: candidates as in ``search_listed``. Several queries take neither these nor ``allow``.
         """
         with self._turn():
             if pids is not None or allow is not None or len(Q) == 1:
@@ -152,9 +242,28 @@ class DeviceSearch:
                 on_host = self._on_host(Q)
                 rec = self._recording(kind, Q.size(1), params, cap=cap, allow=allow is not None, on_host=on_host)
             else:
-                rec = self._recording("shard", Q.size(1), params, lanes=self._batch_lanes(Q.size(1), len(Q)))
+                rec = self._recording("shard", Q.size(1), params, lanes=self.batch_lanes(Q.size(1), len(Q)))
             columns = 4 if params.mode == "plaid" else 3
             return self._columns(rec, Q, columns, pids=pids, allow=allow)
+
+    def launch(
+        self, kind: str, Q: Tensor, params: SearchParams, lanes: int, *,
+        pids: Tensor | None = None, allow: Tensor | None = None, on_host: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """What the recording of this kind leaves on the device, without a wait: int32 [lanes, 1 + columns * cap], for
+        "score" fp32 [cap]. The next launch overwrites it.
+
+        Q: at most ``lanes`` queries [B, LQ, DIM]; on_host: one, which is in host memory and stays as it is until the
+        caller has waited for the current stream.
+        """
+        with self._turn():
+            cap = None if pids is None else _capacity(pids)
+            rec = self._recording(
+                kind, Q.size(1), params, lanes=lanes, cap=cap, allow=allow is not None, on_host=on_host
+            )
+            self._load(rec, Q, pids=pids, allow=allow)
+            left: Tensor = rec.replay()
+            return left
 
     def score(self, Q: Tensor, pids: Tensor) -> Tensor:
         """fp32 [n] on the device: exact scores in the order of ``pids`` (int32 on the device).
@@ -208,19 +317,27 @@ class DeviceSearch:
             return spent
 
     def close(self) -> None:
-        with self._turn():
+        with self._lock:
             self._recordings.clear()
             self._lanes.clear()
             self.__dict__.pop("index", None)
 
     def _on_host(self, Q: Tensor) -> bool:
         """Whether a graph itself is to fetch the query from pinned memory, and to leave the answer there."""
-        return self._records and Q.device.type == "cpu"
+        return self.records and Q.device.type == "cpu"
 
     def _answer(
-        self, rec: _Recording, Q: Tensor, pids: Tensor | None = None, allow: Tensor | None = None
+        self,
+        rec: _Recording,
+        Q: Tensor,
+        pids: Tensor | None = None,
+        allow: Tensor | None = None,
+        watch: Watch | None = None,
     ) -> list[tuple[Tensor, Tensor]]:
-        return [(pids, scores) for pids, scores in self._columns(rec, Q, 2, pids=pids, allow=allow)]
+        answers = [(pids, scores) for pids, scores in self._columns(rec, Q, 2, pids=pids, allow=allow)]
+        if watch is not None and rec.clock is not None:
+            rec.clock.read(watch)
+        return answers
 
     def _columns(
         self, rec: _Recording, Q: Tensor, columns: int, pids: Tensor | None = None, allow: Tensor | None = None
@@ -271,8 +388,9 @@ class DeviceSearch:
         allow: bool = False,
         until: str | None = None,
         on_host: bool = False,
+        watched: bool = False,
     ) -> _Recording:
-        key = (kind, lq, params, lanes, cap, allow, until, on_host)
+        key = (kind, lq, params, lanes, cap, allow, until, on_host, watched)
         rec = self._recordings.get(key)
         if rec is not None:
             self._recordings.move_to_end(key)
@@ -281,7 +399,7 @@ class DeviceSearch:
         with torch.inference_mode(False), torch.no_grad():
             while len(self._lanes) < lanes:
                 self._lanes.append(TritonStages(self.index, self._cmax))
-            rec = self._record(kind, lq, params, lanes, cap, allow, until, on_host)
+            rec = self._record(kind, lq, params, lanes, cap, allow, until, on_host, watched)
         self._recordings[key] = rec
         while len(self._recordings) > MAX_GRAPHS:
             self._recordings.popitem(last=False)
@@ -297,6 +415,7 @@ class DeviceSearch:
         allow: bool,
         until: str | None,
         on_host: bool,
+        watched: bool,
     ) -> _Recording:
         Q = torch.nn.functional.normalize(torch.ones(lanes, lq, self.index.dim, device=self.device), dim=-1)
         pids = None if cap is None else torch.zeros(cap, dtype=torch.int32, device=self.device)
@@ -306,6 +425,7 @@ class DeviceSearch:
         bits = None
         if allow:
             bits = torch.zeros((self.index.num_passages + 31) // 32, dtype=torch.int32, device=self.device)
+        clock = _Clock(self._on_gpu) if watched else None
 
         def one(lane: int) -> Any:
             stages, q = self._lanes[lane], Q[lane]
@@ -326,7 +446,12 @@ class DeviceSearch:
             if kind.startswith("shard"):
                 return _packed_shard(*run_shard(stages, q, params, candidates=listed, allow=bits))
             source: dict[str, Any] = {} if listed is None else {kind: listed}
-            return _packed(run_funnel(stages, q, params, allow=bits, **source))
+            if clock is None:
+                return _packed(run_funnel(stages, q, params, allow=bits, **source))
+            ranking = run_funnel(stages, q, params, allow=bits, stage=clock.stage, **source)
+            if ranking.candidates is not None:
+                clock.candidates = ranking.candidates.count
+            return _packed(ranking)
 
         packs = kind in ("search", "given", "candidates", "shard", "shard of candidates")
 
@@ -337,29 +462,33 @@ class DeviceSearch:
             return torch.stack(self._in_parallel([functools.partial(one, lane) for lane in range(lanes)]))
 
         rec = _Recording(Q, pids, count, bits, flag, run, None, run())  # compiles the kernels; a recording must not
-        if not self._records:
+        rec.clock = clock
+        if not self.records:
             return rec
         if on_host:
             rec.pinned_Q = torch.empty(Q.shape, pin_memory=True)
             if count is not None:
                 rec.pinned_count = torch.ones(1, dtype=torch.int32, pin_memory=True)
-            if packs:
+            if packs and self._pins_answers:
                 rec.pinned = torch.empty(rec.output.shape, dtype=rec.output.dtype, pin_memory=True)
-        torch.cuda.synchronize(self.device)
-        rec.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(rec.graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            if rec.pinned_Q is not None:
-                Q.copy_(rec.pinned_Q, non_blocking=True)
-            if rec.pinned_count is not None and count is not None:
-                count.copy_(rec.pinned_count, non_blocking=True)
-            rec.output = run()
-            if rec.pinned is not None:
-                rec.pinned.copy_(rec.output, non_blocking=True)
+        try:
+            with recording(self.device, self._pool) as graph:
+                if rec.pinned_Q is not None:
+                    Q.copy_(rec.pinned_Q, non_blocking=True)
+                if rec.pinned_count is not None and count is not None:
+                    count.copy_(rec.pinned_count, non_blocking=True)
+                rec.output = run()
+                if rec.pinned is not None:
+                    rec.pinned.copy_(rec.output, non_blocking=True)
+        except BaseException:
+            self._pool = torch.cuda.graph_pool_handle()  # nothing is recorded into the other one any more
+            raise
+        rec.graph = graph
         return rec
 
     def _in_parallel(self, tasks: list[Callable[[], Tensor]]) -> list[Tensor]:
         """Each task on a stream of its own, forked from and joined to the current one (a graph keeps the branches)."""
-        if not self._records:
+        if not self.records:
             return [task() for task in tasks]
         here = torch.cuda.current_stream(self.device)
         answers, streams = [], [torch.cuda.Stream(self.device) for _ in tasks]

@@ -5,28 +5,35 @@ Checks what callers pass, then runs ``funnel.run_funnel`` with the steps of the 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from plaid_tilemaxsim.funnel import Pids, SearchParams, Stages, default_params, run_funnel, run_shard
-from plaid_tilemaxsim.merge import Survivors
+from plaid_tilemaxsim.merge import Survivors, merge
 from plaid_tilemaxsim.stats import Watch
 
 if TYPE_CHECKING:
+    from plaid_tilemaxsim.exact import ExactScorer
     from plaid_tilemaxsim.index.resident import ResidentIndex
 
 __all__ = ["SearchEngine", "SearchParams", "default_params", "with_defaults"]
 
+log = logging.getLogger("plaid_tilemaxsim")
+
+T = TypeVar("T")
 FilterFn = Callable[[Tensor], Tensor]
 # Norm of a whole query that the kernels' fp16 products take without loss; that of LQ unit vectors is sqrt(LQ).
 LEAST_NORM, MOST_NORM = 2.0**-6, 2.0**12
 # Centroids per query token that the centroid kernel can report.
 MOST_NCELLS = 128
+# Where memory is short, a search is not divided into parts of fewer passages than this.
+LEAST_PIECE = 4096
 
 
 class SearchEngine:
@@ -99,9 +106,14 @@ class SearchEngine:
                 return self._run_listed("candidates", Q, kept.sort().values, params, watch)
             if params.mode == "exhaustive" and allowed is not None:
                 return self._run_listed("candidates", Q, allowed.nonzero()[:, 0].int(), params, watch)
-            if self._device_search is not None:
-                return self._device_search.search(Q, params, allowed)
-            return self._run(Q, params, watch, allow=allowed)
+            try:
+                if self._device_search is not None:
+                    return self._device_search.search(Q, params, allowed, watch)
+                return self._run(Q, params, watch, allow=allowed)
+            except torch.OutOfMemoryError as error:
+                shortage = str(error)
+            self._make_room(shortage)
+            return self._run_listed("candidates", Q, self._all_candidates(Q, params, allowed), params, watch)
 
     def search_batch(
         self, Q: Tensor, params: SearchParams, *, watch: Watch | None = None, **filters: Any
@@ -115,7 +127,12 @@ class SearchEngine:
             return [self.search(q, params, watch=watch, **filters) for q in Q]
         self._check_ncells(params, given=False)
         with torch.no_grad():
-            return self._device_search.search_batch(Q, params)
+            try:
+                return self._device_search.search_batch(Q, params)
+            except torch.OutOfMemoryError as error:
+                shortage = str(error)
+            self._make_room(shortage)
+            return [self.search(q, params) for q in Q]
 
     def survivors(
         self,
@@ -137,7 +154,7 @@ class SearchEngine:
             listed = None if candidates is None else self._check_pids(candidates).sort().values
             if params.mode == "exhaustive" and listed is None and allowed is not None:
                 listed = allowed.nonzero()[:, 0].int()
-            prunes = params.mode == "plaid" or (params.mode == "exhaustive" and params.prefilter is not None)
+            prunes = _prunes(params)
             if listed is not None and listed.numel() == 0:
                 column = torch.zeros(0) if prunes else None
                 first = column if params.mode == "plaid" else None
@@ -186,10 +203,8 @@ class SearchEngine:
             raise ValueError(f"Q: expected 1 query or one for each of {wanted.numel()} pids, got {Q.size(0)}")
         with torch.no_grad():
             if Q.size(0) == 1:
-                if self._device_search is not None:
-                    return self._device_search.score(Q[0], wanted)
-                cs = self._stages.centroids(Q[0], threshold=None, ncells=None)
-                return self._stages.exact(Q[0], cs, Pids(wanted))
+                parts = self._in_pieces(wanted, lambda part: self._score(Q[0], part))
+                return parts[0] if len(parts) == 1 else torch.cat(parts)
             return self._score_aligned(Q, wanted)
 
     def profile(self, Q: Tensor, params: SearchParams) -> dict[str, float]:
@@ -217,7 +232,13 @@ class SearchEngine:
             self._device_search.close()
         self.__dict__.pop("_stages", None)
         self.__dict__.pop("index", None)
-        self._device_search = None
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("index", "_stages"):
+                raise ValueError("search engine: expected an open one, got one that was closed")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _all_candidates(self, Q: Tensor, params: SearchParams, allowed: Tensor | None) -> Tensor:
         if params.mode == "exhaustive":
@@ -237,10 +258,49 @@ class SearchEngine:
         """Only these pids, int32 ascending on the device. kind: "given" (scored exactly) or "candidates"."""
         if pids.numel() == 0:
             return _nothing()
+
+        def run(part: Tensor) -> Survivors:
+            if part is not pids and kind == "candidates" and _prunes(params):
+                return self.survivors(Q[None], params, candidates=part)[0]
+            if self._device_search is not None:
+                return Survivors(*self._device_search.search_listed(kind, Q, part, params, watch))
+            return Survivors(*self._run(Q, params, watch, **{kind: Pids(part)}))
+
+        parts = self._in_pieces(pids, run)
+        return (parts[0].pids, parts[0].exact) if len(parts) == 1 else merge(parts, params)
+
+    def _in_pieces(self, pids: Tensor, run: Callable[[Tensor], T]) -> list[T]:
+        """``run`` of all pids, or where memory is too small for that of as large parts of them as it allows."""
+        try:
+            return [run(pids)]
+        except torch.OutOfMemoryError as error:
+            shortage = str(error)
+        size = pids.numel()
+        while True:
+            self._make_room(shortage)
+            try:
+                return [run(pids)] if size == pids.numel() else [run(part) for part in pids.split(size)]
+            except torch.OutOfMemoryError as error:
+                shortage = str(error)
+            if size <= LEAST_PIECE:
+                break
+            size = max(LEAST_PIECE, size // 4)
+            log.warning("searching %d passages at a time, not %d", size, pids.numel())
+        raise torch.OutOfMemoryError(
+            f"{self.device}: memory: expected room for a search of {size} passages, got {shortage}; let other "
+            'programs or engines free theirs, or load the index with placement "host" or "disk"'
+        )
+
+    def _make_room(self, shortage: str) -> None:
+        log.warning("%s; freeing what earlier searches left", shortage)
         if self._device_search is not None:
-            run = self._device_search.search_given if kind == "given" else self._device_search.search_candidates
-            return run(Q, pids, params)
-        return self._run(Q, params, watch, **{kind: Pids(pids)})
+            self._device_search.make_room()
+
+    def _score(self, Q: Tensor, pids: Tensor) -> Tensor:
+        if self._device_search is not None:
+            return self._device_search.score(Q, pids)
+        cs = self._stages.centroids(Q, threshold=None, ncells=None)
+        return self._stages.exact(Q, cs, Pids(pids))
 
     def _run(self, Q: Tensor, params: SearchParams, watch: Watch | None, **source: Any) -> tuple[Tensor, Tensor]:
         """The funnel in torch."""
@@ -263,9 +323,9 @@ class SearchEngine:
 
     def _check_query(self, Q: Tensor, dim: int) -> Tensor:
         shape = "[LQ, DIM]" if dim == 2 else "[B, LQ, DIM]"
-        if not isinstance(Q, Tensor) or not Q.is_floating_point() or Q.dim() != dim or Q.size(-1) != self.index.dim:
-            got = f"{Q.dtype} {list(Q.shape)}" if isinstance(Q, Tensor) else type(Q).__name__
-            raise ValueError(f"Q: expected a floating-point tensor {shape} with DIM {self.index.dim}, got {got}")
+        if not _is_dense(Q) or not Q.is_floating_point() or Q.dim() != dim or Q.size(-1) != self.index.dim:
+            raise ValueError(f"Q: expected a floating-point tensor {shape} with DIM {self.index.dim}, got {_kind(Q)}")
+        Q = Q.detach()
         if Q.size(-2) == 0:
             raise ValueError("Q: expected at least one query token, got none")
         if Q.device.type == "cpu":  # a check on the GPU would wait for it; NaN scores then rank last
@@ -273,17 +333,17 @@ class SearchEngine:
             if not math.isfinite(norm):
                 raise ValueError("Q: expected finite values, got NaN, infinity or values whose squares overflow")
             # Kernels multiply in fp16, whose range would cost such queries their accuracy.
-            if self._device_search is not None and norm and not LEAST_NORM <= norm <= MOST_NORM:
+            if self.impl == "triton" and norm and not LEAST_NORM <= norm <= MOST_NORM:
                 raise ValueError(
                     f"Q: expected unit vectors, or a norm of all of Q in {LEAST_NORM:g} .. {MOST_NORM:g}, got {norm:g}"
                 )
-        Q = Q.float() if self._device_search is not None else Q.to(self.device, torch.float32)
+        Q = Q.float() if self.impl == "triton" else Q.to(self.device, torch.float32)
         return Q.contiguous()
 
     def _check_ncells(self, params: SearchParams, *, given: bool) -> None:
         if given or params.mode == "exhaustive":
             return
-        if self._device_search is not None and params.ncells > MOST_NCELLS:
+        if self.impl == "triton" and params.ncells > MOST_NCELLS:
             raise ValueError(f"ncells: expected at most {MOST_NCELLS} on a GPU, got {params.ncells}")
         if params.ncells > self.index.num_centroids:
             raise ValueError(
@@ -325,23 +385,45 @@ class SearchEngine:
         return mask
 
     def _score_aligned(self, Q: Tensor, pids: Tensor) -> Tensor:
-        offsets, exact = self.index.offsets, self._stages.exact_scorer
-        Q = Q.to(self.device)
-        scores = torch.empty(pids.numel(), device=self.device)
-        starts = offsets[pids.long()].tolist()
-        ends = offsets[pids.long() + 1].tolist()
-        for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            # [L, DIM] of one passage; few passages are scored this way
-            D = exact.embeddings(start, end)
-            scores[i] = (D @ exact.query(Q[i]).T).amax(0).sum() if end > start else -torch.inf
-        return scores
+        return score_aligned(self.index, self._stages.exact_scorer, Q, pids)
+
+
+def score_aligned(index: ResidentIndex, exact: ExactScorer, Q: Tensor, pids: Tensor) -> Tensor:
+    """fp32 [n] on the index's device: MaxSim of each of ``pids`` int32 [n] with its own query of Q [n, LQ, DIM]."""
+    Q = Q.to(index.device)
+    scores = torch.empty(pids.numel(), device=index.device)
+    starts = index.offsets[pids.long()].tolist()
+    ends = index.offsets[pids.long() + 1].tolist()
+    for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        # [L, DIM] of one passage; few passages are scored this way
+        D = exact.embeddings(start, end)
+        scores[i] = (D @ exact.query(Q[i]).T).amax(0).sum() if end > start else -torch.inf
+    return scores
 
 
 def _as_tensor(name: str, values: Any) -> Tensor:
     try:
-        return torch.as_tensor(values)
+        tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name}: expected integers, got {type(values).__name__} ({error})") from None
+    if not _is_dense(tensor):
+        raise ValueError(f"{name}: expected integers, got {_kind(tensor)}")
+    return tensor
+
+
+def _is_dense(value: Any) -> bool:
+    """Whether it is a tensor with elements in the memory of a CPU or GPU."""
+    return isinstance(value, Tensor) and value.layout == torch.strided and value.device.type in ("cpu", "cuda")
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{value.dtype} {list(value.shape)}" + ("" if _is_dense(value) else f" ({value.layout} on {value.device})")
+
+
+def _prunes(params: SearchParams) -> bool:
+    return params.mode == "plaid" or (params.mode == "exhaustive" and params.prefilter is not None)
 
 
 def _nothing() -> tuple[Tensor, Tensor]:

@@ -34,6 +34,11 @@ class TritonStages:
         self._work = select_kernel.select_workspace(device)
         self.exact_scorer = exact_scorer(index, "triton")
 
+    def clean(self) -> None:
+        """Makes the buffers right again after a search that ended between two launches: these start from zeros."""
+        self._bits.zero_()
+        self._work.zero_()
+
     def centroids(self, Q: Tensor, *, threshold: float | None, ncells: int | None) -> api.CentroidScores:
         return api.centroid_scores(Q, self.index.centroids, threshold, cmax=self.cmax, ncells=ncells, impl="triton")
 

@@ -43,7 +43,7 @@ def Q(path):
 def test_stats_are_frozen():
     stats = SearchStats("plaid", "residual", "gpu", 10, 1, 10, 0.1)
     with pytest.raises(FrozenInstanceError):
-        stats.mode = "rerank"
+        stats.mode = "rerank"  # type: ignore[misc]
 
 
 def test_nothing_is_measured_unless_asked(ranker, Q, monkeypatch):
@@ -60,6 +60,7 @@ def test_stages_of_a_search(ranker, Q, mode):
     assert ranker.last_search_stats is None
     assert ranker.rank(config, Q[:1], k=10) == want
     stats = ranker.last_search_stats
+    assert stats is not None
     assert stats == replace(
         SearchStats(mode, "residual", "gpu" if USE_GPU else "cpu", 10, 1, 10, stats.seconds),
         candidates=None if mode == "exhaustive" else ranker.retrieve(config, Q[:1])[0].numel(),
@@ -71,7 +72,7 @@ def test_stages_of_a_search(ranker, Q, mode):
 
 
 def test_the_hook_hears_of_every_call(ranker, Q):
-    heard = []
+    heard: list[SearchStats] = []
     ranker.on_search = heard.append
     ranker.rank(settings(), Q[:1], k=10)
     ranker.rank(settings(mode="exhaustive"), Q[:1], k=5)
@@ -88,7 +89,7 @@ def test_the_hook_hears_of_every_call(ranker, Q):
 
 
 def test_the_hook_gets_the_stages_too(ranker, Q):
-    heard = []
+    heard: list[SearchStats] = []
     ranker.on_search = heard.append
     ranker.rank(settings(stats=True), Q[:1], k=10)
     assert heard == [ranker.last_search_stats]

@@ -1,0 +1,232 @@
+"""Memory that runs out, kernels that fail, interrupts and forks in the middle of a search."""
+
+import multiprocessing
+import os
+import sys
+
+import pytest
+import torch
+
+from plaid_tilemaxsim import engine as engine_module
+from plaid_tilemaxsim import faults
+from plaid_tilemaxsim.engine import SearchParams
+from plaid_tilemaxsim.stages_torch import TorchStages
+from plaid_tilemaxsim.stages_triton import TritonStages
+from tests.test_engine import ON_GPU, Case, open_case
+
+PLAID = SearchParams(k=20, ncells=4, threshold=0.3, ndocs=40)
+SEARCHES = {
+    "plaid": PLAID,
+    "plaid, all results": SearchParams(ncells=4, threshold=0.3, ndocs=40),
+    "rerank": SearchParams(k=20, ncells=4, mode="rerank"),
+    "exhaustive": SearchParams(k=20, mode="exhaustive"),
+    "prefilter": SearchParams(k=20, mode="exhaustive", prefilter=30),
+}
+ROOM = 64
+TOKENS = 32 if ON_GPU else 3
+
+
+@pytest.fixture(scope="module", params=["torch", "triton"])
+def case(request, tmp_path_factory, device):
+    if ON_GPU and request.param == "torch":
+        pytest.skip("the torch stages run on the CPU; here the index is on a GPU")
+    return open_case(tmp_path_factory.mktemp("index"), request.param, 2)
+
+
+def stages(case: Case) -> type:
+    return TritonStages if case.engine.impl == "triton" else TorchStages
+
+
+def failing(monkeypatch, case: Case, step: str, fails, error) -> None:
+    """The step raises ``error`` where ``fails(cap)``, cap the number of passages that it has room for."""
+    stock = getattr(stages(case), step)
+
+    def failing_step(self, *args, **kwargs):
+        pids = args[2] if step == "exact" else args[1]
+        if fails(self.index.num_passages if pids.pids is None else pids.pids.numel()):
+            raise error
+        return stock(self, *args, **kwargs)
+
+    monkeypatch.setattr(stages(case), step, failing_step)
+
+
+def forget(case: Case) -> None:
+    """Recordings of earlier tests would replay what they recorded."""
+    if case.engine._device_search is not None:
+        case.engine._device_search.make_room()
+
+
+def assert_equal(found, expected) -> None:
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_out_of_memory_means_smaller_pieces(case, name, monkeypatch, caplog):
+    Q, params = case.queries(1, TOKENS)[0], SEARCHES[name]
+    want = case.engine.search(Q, params)
+    forget(case)
+    monkeypatch.setattr(engine_module, "LEAST_PIECE", 16)
+    for step in ("approximate", "exact"):
+        failing(monkeypatch, case, step, lambda cap: cap > ROOM, torch.OutOfMemoryError("tried to allocate 1 GiB"))
+    assert_equal(case.engine.search(Q, params), want)
+    assert "tried to allocate 1 GiB" in caplog.text
+    assert "passages at a time" in caplog.text
+
+
+def test_out_of_memory_with_given_pids(case, monkeypatch):
+    Q = case.queries(1, TOKENS)[0]
+    pids = [*range(100), 3, 3]
+    want, scores = case.engine.search(Q, PLAID, pids=pids), case.engine.score_pids(Q[None], pids)
+    forget(case)
+    monkeypatch.setattr(engine_module, "LEAST_PIECE", 16)
+    failing(monkeypatch, case, "exact", lambda cap: cap > ROOM, torch.OutOfMemoryError("no"))
+    assert_equal(case.engine.search(Q, PLAID, pids=pids), want)
+    torch.testing.assert_close(case.engine.score_pids(Q[None], pids), scores, rtol=0, atol=1e-6)
+
+
+def test_out_of_memory_once(case, monkeypatch, caplog):
+    """What earlier searches left is freed, and that is enough."""
+    Q = case.queries(1, TOKENS)[0]
+    want = case.engine.search(Q, PLAID)
+    forget(case)
+    left = [torch.OutOfMemoryError("no")]
+    failing(monkeypatch, case, "exact", lambda cap: bool(left), left[0])
+    monkeypatch.setattr(type(case.engine), "_make_room", lambda self, shortage: left.clear())
+    assert_equal(case.engine.search(Q, PLAID), want)
+    assert "passages at a time" not in caplog.text
+
+
+def test_out_of_memory_for_good(case, monkeypatch):
+    Q = case.queries(1, TOKENS)[0]
+    want = case.engine.search(Q, PLAID)
+    forget(case)
+    with monkeypatch.context() as patch:
+        failing(patch, case, "exact", lambda cap: True, torch.OutOfMemoryError("tried to allocate 7 GiB"))
+        with pytest.raises(torch.OutOfMemoryError, match=r'expected room .* got tried to .*placement "host"'):
+            case.engine.search(Q, PLAID)
+    assert_equal(case.engine.search(Q, PLAID), want)
+
+
+def test_a_batch_out_of_memory(case, monkeypatch, caplog):
+    if case.engine.impl == "torch":
+        pytest.skip("one by one in any case")
+    Q = case.queries(3, TOKENS)
+    want = [case.engine.search(q, PLAID) for q in Q]
+    forget(case)
+    search = case.engine._device_search
+    stock = search._recording
+
+    def recording(kind, lq, params, **options):
+        if options.get("lanes", 1) > 2:
+            raise torch.OutOfMemoryError("no")
+        return stock(kind, lq, params, **options)
+
+    monkeypatch.setattr(search, "_recording", recording)
+    for found, expected in zip(case.engine.search_batch(Q, PLAID), want, strict=True):
+        assert_equal(found, expected)
+    assert "2 queries at once, not 4" in caplog.text
+    caplog.clear()
+    case.engine.search_batch(Q, PLAID)
+    assert not ON_GPU or "queries at once" not in caplog.text, "what fits is remembered"
+
+
+class Interrupted(KeyboardInterrupt):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "raised", "words"),
+    [
+        (RuntimeError("Triton Error [CUDA]: a reason"), RuntimeError, "kernel on .*a reason.*other searches can go on"),
+        (Interrupted("now"), Interrupted, "now"),
+    ],
+    ids=["launch failure", "interrupt"],
+)
+def test_a_search_that_ends_between_two_launches_leaves_nothing(case, monkeypatch, error, raised, words):
+    """Candidates are marked in a bitmap that the next launch reads and clears."""
+    if case.engine.impl == "torch":
+        pytest.skip("keeps no state")
+    from plaid_tilemaxsim.ops import candidates_kernel
+
+    a, b = case.queries(2, TOKENS)
+    want = case.engine.search(b, PLAID)
+    forget(case)
+
+    def gather_marked(*args):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(candidates_kernel, "gather_marked", gather_marked)
+        with pytest.raises(raised, match=words):
+            case.engine.search(a, PLAID)
+    assert_equal(case.engine.search(b, PLAID), want)
+
+
+def test_triton_errors_are_kernel_failures():
+    from triton.runtime.errors import OutOfResources
+
+    assert faults.is_kernel_failure(OutOfResources(1 << 20, 1 << 17, "shared memory"))
+    assert not faults.is_kernel_failure(torch.OutOfMemoryError("no"))
+    assert not faults.is_kernel_failure(ValueError("no"))
+
+
+def test_an_allocation_that_failed_inside_a_recording():
+    error = RuntimeError("capture failed")  # as CUDA ends a recording that is not valid any more
+    error.__context__ = torch.OutOfMemoryError("tried to allocate 2 GiB")
+    assert faults.memory_shortage(error) == "OutOfMemoryError: tried to allocate 2 GiB"
+    assert faults.memory_shortage(RuntimeError("no")) is None
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_a_closed_engine_says_so(tmp_path, device, impl):
+    if ON_GPU and impl == "torch":
+        pytest.skip("the torch stages run on the CPU")
+    engine = open_case(tmp_path, impl, 2).engine
+    engine.close()
+    engine.close()
+    Q = torch.ones(1, 4, 64) / 8
+    for call in (
+        lambda: engine.search(Q[0], PLAID),
+        lambda: engine.search_batch(Q, PLAID),
+        lambda: engine.score_pids(Q, [1]),
+        lambda: engine.index,
+    ):
+        with pytest.raises(ValueError, match="expected an open one, got one that was closed"):
+            call()
+    with pytest.raises(AttributeError, match="'SearchEngine' object has no attribute 'indx'"):
+        engine.indx  # noqa: B018
+
+
+def in_a_fork(check) -> str:
+    """What ``check`` says in a forked child, or its error's text."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    child = os.fork()
+    if child == 0:
+        try:
+            sender.send(str(check()))
+        except Exception as error:  # noqa: BLE001
+            sender.send(f"{type(error).__name__}: {error}")
+        os._exit(0)
+    os.waitpid(child, 0)
+    return receiver.recv()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="fork")
+class TestFork:
+    def test_after_cuda(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        assert in_a_fork(faults.check_fork).startswith("RuntimeError: CUDA: expected a process of its own")
+        assert 'multiprocessing.get_context("spawn")' in in_a_fork(faults.check_fork)
+        faults.check_fork()
+
+    @pytest.mark.skipif(ON_GPU, reason="this process uses CUDA")
+    def test_without_cuda(self):
+        assert in_a_fork(faults.check_fork) == "None"
+
+    @pytest.mark.gpu
+    def test_an_engine_of_the_parent(self, case):
+        Q = case.queries(1, TOKENS)[0]
+        want = case.engine.search(Q, PLAID)
+        assert "spawn" in in_a_fork(lambda: case.engine.search(Q, PLAID))
+        assert_equal(case.engine.search(Q, PLAID), want)

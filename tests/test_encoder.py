@@ -226,9 +226,12 @@ class TestSearcher:
         assert 'encoder="fast" needs plaid_tilemaxsim.enable()' in caplog.text
 
     def test_close(self, searcher):
-        before = searcher.search(TEXTS[0], k=5)
+        searcher.search(TEXTS[0], k=5)
+        encoder = searcher.ranker.encoder(searcher.checkpoint)
+        assert encoder._model is not None
         searcher.ranker.close()
-        assert searcher.search(TEXTS[0], k=5) == before
+        assert encoder._model is None
+        assert not encoder._recordings
 
 
 def assert_same_ranking(pids, scores, other_pids, other_scores, distance):

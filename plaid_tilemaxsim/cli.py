@@ -90,6 +90,17 @@ def _parser() -> argparse.ArgumentParser:
         "before it is timed, and writes those that are faster than the built-in ones. The file holds for GPUs of this "
         """kind and is used where asked for: scorer_options={"tuning": FILE}, or PLAID_TILEMAXSIM_TUNING=FILE.""",
     )
+    shard = commands.add_parser(
+        "shard",
+        help="cut an index into shards, stock indexes of their own, for several machines",
+        description="Writes shards of contiguous passages with about equally many tokens, and a manifest that "
+        "plaid_tilemaxsim.cluster opens. Run again after an interruption, it goes on after the last complete shard.",
+    )
+    shard.add_argument("index", metavar="INDEX", help="folder of the index, which stays as it is")
+    shard.add_argument("--n", type=int, required=True, help="shards")
+    shard.add_argument("--out", metavar="DIR", help="folder for them (default: INDEX.shards)")
+    shard.set_defaults(command=_shard)
+
     tune.add_argument("--out", metavar="FILE", default="tuning.json", help="file to write (default: %(default)s)")
     tune.add_argument("--only", metavar="KERNELS", help="kernels to tune, as in dense,centroid,residual,pq")
     tune.add_argument(
@@ -234,6 +245,21 @@ def _warmup(args: argparse.Namespace) -> int:
     from plaid_tilemaxsim.index.files import read_index
     from plaid_tilemaxsim.index.pq import read_pq
     from plaid_tilemaxsim.index.resident import load_resident
+def _shard(args: argparse.Namespace) -> int:
+    from plaid_tilemaxsim.index.split import split_index
+
+    out = args.out or os.path.normpath(args.index) + ".shards"
+    try:
+        manifest = split_index(args.index, args.n, out)
+    except ValueError as error:
+        print(f"plaid-tilemaxsim: {error}", file=sys.stderr)
+        return 2
+    for one in manifest.shards:
+        last = one.first_pid + one.num_passages - 1
+        print(f"{manifest.path / one.folder}: passages {one.first_pid:,} to {last:,}, {one.num_tokens:,} tokens")
+    return 0
+
+
 
     options = ScorerConfig.from_options(args.scorer_options)
     index = read_index(args.index, verify="structure")  # what load_resident checks by itself is left to it

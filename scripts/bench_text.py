@@ -130,17 +130,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(folder, dim=plaid_index.dim, hidden=args.hidden, layers=args.layers, **bert)
         say("made a checkpoint")
-        if compiling.wait():
-            sys.exit("stock's extensions do not compile here")
-        say("stock's extensions are compiled")
         known = {"checkpoint": folder, "collection": ["-"] * plaid_index.num_passages, "verbose": 1}
         place_of_index = str(args.index.resolve())
         options = {"scorer": "tilemaxsim", "scorer_options": {"encoder": "fast"}}
         ours = Searcher(place_of_index, config=ColBERTConfig(**options), **known)
         say("the plugin has the index")
+        oracle = Oracle(plaid_index, dtype=torch.float64, device=device)
+        say("the oracle has the index")
+        if compiling.wait():
+            sys.exit("stock's extensions do not compile here")
+        say("stock's extensions are compiled")
         stock = Searcher(place_of_index, config=ColBERTConfig(scorer="plaid"), **known)
         say("stock has the index")
-    checkpoint = ours.checkpoint = stock.checkpoint
+    checkpoint = stock.checkpoint = ours.checkpoint
     place(checkpoint, plaid_index.centroids, texts)
     parameters = sum(parameter.numel() for parameter in checkpoint.model.parameters())
     figures["encoder_parameters"] = parameters
@@ -181,7 +183,6 @@ def main() -> None:
     counts = [engine.candidates(q, params.ncells).numel() for q in fast]
     figures["candidates_median"] = sorted(counts)[len(counts) // 2]
     judged = plain[: args.texts_judged]
-    oracle = Oracle(plaid_index, dtype=torch.float64, device=device)
     detail["agreement"] = agreement(stock.ranker, stock.config, engine, params, oracle, judged)
     problems += detail["agreement"]["failures"]
     del oracle

@@ -244,6 +244,8 @@ def _register_scorer(changes: _Changes) -> None:
 
     Searcher = colbert.searcher.Searcher
     changes.set(Searcher, "encode", _wrap_encode(Searcher.encode))
+    for method in (close, refresh, __enter__, __exit__):
+        changes.set(Searcher, method.__name__, method)
     if _has_registry():
         return
     # Searcher.__init__ looks this name up when it is called.
@@ -263,17 +265,59 @@ def _wrap_init(stock: Callable[..., None]) -> Callable[..., None]:
         if not isinstance(self.ranker, TileMaxSimScorer):
             return
         self.ranker.prepare(self.config)
-        passages, texts = self.ranker.num_passages, len(self.collection)
-        if passages != texts:
-            logger.warning(
-                "%s: the index has %d passages and the collection %d; pass collection= as it was indexed "
-                "(an index made from a list stores only a stub of it)",
-                self.index,
-                passages,
-                texts,
-            )
+        _compare_counts(self)
 
     return __init__
+
+
+def _compare_counts(searcher: Any) -> None:
+    passages, texts = searcher.ranker.num_passages, len(searcher.collection)
+    if passages != texts:
+        logger.warning(
+            "%s: the index has %d passages and the collection %d; pass collection= as it was indexed "
+            "(an index made from a list stores only a stub of it)",
+            searcher.index,
+            passages,
+            texts,
+        )
+
+
+def close(self: Any) -> None:
+    """Frees what this Searcher's ranker holds of the index, on the GPU and in memory; later searches raise ValueError.
+
+    Idempotent; ``with Searcher(...) as searcher:`` does so at its end. The checkpoint stays.
+    """
+    _ranker(self, "close").close()
+
+
+def refresh(self: Any) -> bool:
+    """Loads the index again if its files have changed since; see ``TileMaxSimScorer.refresh``. True if they had.
+
+    The collection stays: set ``searcher.collection`` where that has changed, too.
+    """
+    refreshed: bool = _ranker(self, "refresh").refresh()
+    if refreshed:
+        _compare_counts(self)
+    return refreshed
+
+
+def __enter__(self: Any) -> Any:
+    return self
+
+
+def __exit__(self: Any, *exception: object) -> None:
+    close(self)
+
+
+def _ranker(searcher: Any, method: str) -> Any:
+    from plaid_tilemaxsim.scorer import TileMaxSimScorer
+
+    if not isinstance(searcher.ranker, TileMaxSimScorer):
+        raise ValueError(
+            f"{method}: expected a Searcher that was made with plaid_tilemaxsim enabled, got one with the ranker "
+            f"{type(searcher.ranker).__name__}"
+        )
+    return searcher.ranker
 
 
 def _wrap_encode(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -314,13 +358,19 @@ def _wrap_dense_search(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_configure(stock: Callable[..., Any]) -> Callable[..., Any]:
+    from plaid_tilemaxsim.scorer import TileMaxSimScorer
+
     @functools.wraps(stock)
     def configure(self: Any, **kwargs: Any) -> Any:
         # What the user sets is the user's, also where stock had written the same value. Stock writes through this
         # method too, but notes what it pinned afterwards.
         for name in kwargs:
             vars(self).get("_pinned_by_stock", {}).pop(name, None)
-        return stock(self, **kwargs)
+        result = stock(self, **kwargs)
+        ranker = vars(self).get("ranker")
+        if isinstance(ranker, TileMaxSimScorer) and ranker.changed():
+            logger.warning("%s: the files have changed since they were loaded; refresh() loads them again", self.index)
+        return result
 
     return configure
 

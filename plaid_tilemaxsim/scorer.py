@@ -6,6 +6,7 @@ others. Either side loads its copy of the index when first needed, so that a pro
 
 from __future__ import annotations
 
+import gc
 import logging
 import operator
 import os
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from plaid_tilemaxsim import compat
+from plaid_tilemaxsim import compat, faults
 from plaid_tilemaxsim.config import ScorerConfig
 from plaid_tilemaxsim.plugin import is_enabled, options_of, scorer_of
 from plaid_tilemaxsim.stats import SearchStats, Watch
@@ -54,6 +55,8 @@ class _Loaded:
 
     state: tuple[Any, ...] | None  # stock's tensors that they were built from; None: the files
     digest: str | None  # of the files
+    fingerprint: str  # likewise, PQ sidecars included
+    options: ScorerConfig  # of the newest engine
     reachable: Tensor | None  # bool [N]: passages in some list, where an update took some out
     engines: Mapping[Key, SearchEngine]
 
@@ -63,6 +66,7 @@ def _build_engine(
 ) -> SearchEngine:
     from plaid_tilemaxsim.engine import SearchEngine
     from plaid_tilemaxsim.index.files import Verify
+    from plaid_tilemaxsim.index.placement import needs
     from plaid_tilemaxsim.index.pq import read_pq
     from plaid_tilemaxsim.index.resident import load_resident
 
@@ -71,8 +75,14 @@ def _build_engine(
 
         tuning.load(options.tuning, device)
     pq = read_pq(index, options.pq_m, verify=cast(Verify, options.verify)) if options.codec == "pq" else None
-    resident = load_resident(index, device, options.placement, codec=options.codec, pq=pq, shared=shared)
-    return SearchEngine(resident, impl=options.impl)
+    try:
+        resident = load_resident(index, device, options.placement, codec=options.codec, pq=pq, shared=shared)
+        return SearchEngine(resident, impl=options.impl)
+    except torch.OutOfMemoryError as error:
+        reason = faults.first_line(error)
+    # The plan had found room for it; what it holds is freed by now.
+    pq_m = None if pq is None else pq.m
+    raise RuntimeError(f"{index.path}: {reason}; {needs(index, device, codec=options.codec, pq_m=pq_m)}")
 
 
 def _read_index(path: str, options: ScorerConfig) -> PlaidIndex:
@@ -88,7 +98,11 @@ class TileMaxSimScorer(IndexScorer):
     is stock's and matters to stock's side only.
     Q is [1, LQ, DIM], floating point on any device; more than ``config.query_maxlen`` tokens are scored in full,
     and candidates come from the first ``query_maxlen``, as in stock. Safe to call from several threads, also with
-    different ``scorer_options``; what these need of the index stays loaded until ``close``.
+    different ``scorer_options``; what these need of the index stays loaded until ``close``, which a ``with``
+    statement calls.
+
+    Searches use the index as it was when it was loaded. What IndexUpdater changes in this object's memory is seen at
+    once; what other processes write is seen by ``changed``, and searched after ``refresh``.
 
     on_search: called after every search or batch of searches that succeeded, in the thread that made it, with a
     ``SearchStats``; what it raises reaches the caller of the search. last_search_stats: the same of this thread's
@@ -103,6 +117,7 @@ class TileMaxSimScorer(IndexScorer):
         self.load_index_with_mmap = load_index_with_mmap
         self._revision = 0
         self._loaded_state: tuple[Any, ...] | None = None  # stock's tensors as they came from the files
+        self._stock_fingerprint: str | None = None  # of those files
         self._start_without_engine()
 
     def _start_without_engine(self) -> None:
@@ -111,6 +126,13 @@ class TileMaxSimScorer(IndexScorer):
         self._loaded: _Loaded | None = None
         self._encoder: QueryEncoder | None = None
         self._told = threading.local()
+        self._closed = False
+
+    def __enter__(self) -> TileMaxSimScorer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     @property
     def last_search_stats(self) -> SearchStats | None:
@@ -249,6 +271,7 @@ class TileMaxSimScorer(IndexScorer):
         from plaid_tilemaxsim.encoder import QueryEncoder
 
         with self._lock:
+            self._check_open()
             if self._encoder is None or self._encoder.checkpoint is not checkpoint:
                 self._encoder = QueryEncoder(checkpoint)
             return self._encoder
@@ -316,14 +339,56 @@ class TileMaxSimScorer(IndexScorer):
         super().set_embeddings_strided()
         self._revision += 1
 
+    def changed(self) -> bool:
+        """Whether the index's files are others than those that were loaded; reads only their names, sizes and times."""
+        from plaid_tilemaxsim.index.stamps import fingerprint
+
+        loaded = self._loaded
+        marks = {self._stock_fingerprint, None if loaded is None else loaded.fingerprint} - {None}
+        return bool(marks) and marks != {fingerprint(self.index_path)}
+
+    def refresh(self) -> bool:
+        """Loads the index again if its files have changed; returns whether they had.
+
+        Searches of other threads end with the index that they began with. What IndexUpdater changed in memory and did
+        not save is lost. ValueError for files that are no index (now): then searches go on as before.
+        """
+        with self._lock, torch.inference_mode(False):
+            self._check_open()
+            if not self.changed():
+                return False
+            loaded = self._loaded
+            if loaded is not None:
+                _read_index(self.index_path, loaded.options)
+            if self._loaded_state is not None and not _same(self._loaded_state, self._stock_state()):
+                logger.warning("%s: loaded again; changes in memory that were not saved are gone", self.index_path)
+            options = None if loaded is None else loaded.options
+            self._loaded = loaded = None
+            self._forget_stock()
+            gc.collect()  # recordings refer to the engine that holds them
+            if options is not None:
+                self._get_engine(options)
+            return True
+
     def close(self) -> None:
-        """Frees what engines and encoder hold; the next search loads the index again."""
+        """Frees what engines, encoder and stock's side hold; later searches raise ValueError. Idempotent."""
         with self._lock:
+            self._closed = True
             loaded, self._loaded = self._loaded, None
             for engine in () if loaded is None else set(loaded.engines.values()):
                 engine.close()
+            self._forget_stock()
             if self._encoder is not None:
                 self._encoder.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"{self.index_path}: scorer: expected an open one, got one that was closed")
+
+    def _forget_stock(self) -> None:
+        self._loaded_state = self._stock_fingerprint = None
+        for name in (*_STOCK_ATTRIBUTES, "_metadata"):
+            self.__dict__.pop(name, None)
 
     def __getstate__(self) -> dict[str, Any]:
         """Stock's attributes, as stock pickles them; the engine is built again where it is needed."""
@@ -343,9 +408,13 @@ class TileMaxSimScorer(IndexScorer):
 
     def _load_stock(self) -> None:
         """Everything that stock's constructor loads, including its extensions."""
+        from plaid_tilemaxsim.index.stamps import fingerprint
+
         with self._lock:
             if self._loaded_state is not None:
                 return
+            self._check_open()
+            self._stock_fingerprint = fingerprint(self.index_path)
             # Stock's tensors must outlive a search's inference mode.
             with torch.inference_mode(False):
                 super().__init__(self.index_path, self.use_gpu, self.load_index_with_mmap)
@@ -385,6 +454,8 @@ class TileMaxSimScorer(IndexScorer):
         Engines of one index stay side by side and share what lies at the same place, so that a Searcher can change
         between them at each call; where memory is too small for that, the others go.
         """
+        from plaid_tilemaxsim.index.stamps import fingerprint
+
         key = options.codec, options.pq_m, options.placement, options.impl, options.tuning
         found = self._find(key)
         if found is not None:
@@ -393,6 +464,8 @@ class TileMaxSimScorer(IndexScorer):
             found = self._find(key)
             if found is not None:
                 return found
+            self._check_open()
+            mark = fingerprint(self.index_path)
             # Other threads may still search with engines that are let go of here: each goes when they do too.
             loaded = self._loaded
             if loaded is not None and self._stale(loaded):
@@ -412,11 +485,14 @@ class TileMaxSimScorer(IndexScorer):
             engine = next(same, None)
             if engine is None:
                 engine = self._build(index, options, kept)
+            if fingerprint(self.index_path) != mark:
+                raise ValueError(f"{self.index_path}: files: expected them to stay while they are read, got others")
             kept[key] = engine
             while len(set(kept.values())) > MOST_ENGINES:
                 oldest = next(iter(kept.values()))
                 kept = {key: one for key, one in kept.items() if one is not oldest}
-            self._loaded = _Loaded(state if reachable is not None else None, digest, reachable, kept)
+            state = state if reachable is not None else None
+            self._loaded = _Loaded(state, digest, mark, options, reachable, kept)
             return engine, reachable
 
     def _build(self, index: PlaidIndex, options: ScorerConfig, kept: dict[Key, SearchEngine]) -> SearchEngine:
@@ -434,6 +510,7 @@ class TileMaxSimScorer(IndexScorer):
             kept.clear()
             others.clear()
             self._loaded = None
+        gc.collect()  # recordings refer to the engine that holds them
         return _build_engine(index, device, options)
 
     def _find(self, key: Key) -> tuple[SearchEngine, Tensor | None] | None:
@@ -464,6 +541,8 @@ class TileMaxSimScorer(IndexScorer):
         )
 
     def _on_gpu(self) -> bool:
+        if self.use_gpu:
+            faults.check_fork()
         if self.use_gpu and not torch.cuda.is_available():
             self._once(logging.WARNING, "use_gpu was asked for, but torch sees no CUDA device; searching on the CPU")
             return False

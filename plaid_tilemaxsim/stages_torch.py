@@ -23,6 +23,8 @@ class TorchStages:
         self.exact_scorer = exact_scorer(index, "torch")
 
     def centroids(self, Q: Tensor, *, threshold: float | None, ncells: int | None) -> api.CentroidScores:
+        for stamp in self.index.stamps:
+            stamp.check()
         return api.centroid_scores(Q, self.index.centroids, threshold, impl="torch")
 
     def candidates(self, cs: api.CentroidScores, ncells: int, allow: Tensor | None) -> Pids:

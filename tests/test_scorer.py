@@ -670,14 +670,6 @@ class TestLazy:
         with pytest.raises(AttributeError, match="no attribute 'codecs'"):
             TileMaxSimScorer(str(plain), USE_GPU).codecs  # noqa: B018
 
-    def test_close_and_again(self, plain):
-        ranker, Q = TileMaxSimScorer(str(plain), USE_GPU), make_queries(plain, n=1)
-        first = ranker.rank(settings(), Q)
-        ranker.close()
-        ranker.close()
-        assert ranker._engine is None
-        assert ranker.rank(settings(), Q) == first
-
     def test_path_with_spaces(self, tmp_path):
         path = make_index(tmp_path / "an index", n=20)
         assert len(TileMaxSimScorer(str(path), USE_GPU).rank(settings(), make_queries(path, n=1), k=3)[0]) == 3

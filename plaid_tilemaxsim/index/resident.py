@@ -28,6 +28,7 @@ from plaid_tilemaxsim.index.placement import (
     plan,
 )
 from plaid_tilemaxsim.index.pq import PQ
+from plaid_tilemaxsim.index.stamps import Stamp, stamp
 from plaid_tilemaxsim.index.transfer import copy_staged, pin
 from plaid_tilemaxsim.ops.cpu import byte_table, decompress
 
@@ -71,6 +72,7 @@ class ResidentIndex:
     pq_codes: Tensor | None = None  # codec "pq": uint8 [T, M]
     pq_codebook: Tensor | None = None  # fp16 [M, 256, DIM // M]
     pq_rotation: Tensor | None = None  # fp32 [DIM, DIM], which turns a query; None: no OPQ
+    stamps: tuple[Stamp, ...] = ()  # of files that tensors on a CPU are maps of
 
     @property
     def device_bytes(self) -> int:
@@ -285,6 +287,7 @@ def _load_cpu(index: PlaidIndex, progress: bool, codec: str, pq: PQ | None, shar
         ivf_pids=ivf_pids,
         ivf_offsets=index.ivf_offsets.clone(),
         codec=codec,
+        stamps=() if copied else tuple(stamp(file) for file in index.files if file.suffix == ".pt"),
         **_counts(index),
     )
     if pq is not None:

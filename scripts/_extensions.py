@@ -18,7 +18,8 @@ CPU = (
 )
 # Stock compiles both of these one after the other.
 GPU = tuple(
-    "import pathlib, colbert.indexing.codecs.residual as stock; folder = pathlib.Path(stock.__file__).parent.resolve(); "
+    "import pathlib, colbert.indexing.codecs.residual as stock; "
+    "folder = pathlib.Path(stock.__file__).parent.resolve(); "
     f"stock.load(name='{name}_cpp', sources=[str(folder / '{name}.cpp'), str(folder / '{name}.cu')])"
     for name in ("decompress_residuals", "packbits")
 )

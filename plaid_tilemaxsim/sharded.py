@@ -1,0 +1,640 @@
+"""One index on several devices, searched as if it lay on one: the same passages, scores and order, to the bit.
+
+    host       the query to every device
+    shards     centroids, candidates, prune, exact                each on its device, for its own passages
+    merge      the stages' cuts over all shards, topk             on the first device
+
+A shard cannot know which of its passages those of others push out of a cut. So each keeps as many as the whole index
+would (``funnel.run_shard``), scores all of these, and sends pids and scores, some KB, in one copy to the first device.
+There the cuts are made as one device makes them. That is the only exchange, nothing waits for the host, and what it
+costs is up to four times as many exact scores, of a few thousand passages at most with stock's parameters.
+One host thread launches everything: a CUDA graph a device, the copies, the graph of the merge, and one wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from plaid_tilemaxsim.engine import SearchEngine, score_aligned
+from plaid_tilemaxsim.funnel import SearchParams
+from plaid_tilemaxsim.index.resident import ResidentIndex, load_resident
+from plaid_tilemaxsim.index.shards import ShardedIndex, load_shards
+from plaid_tilemaxsim.merge import Survivors, merge
+
+if TYPE_CHECKING:
+    from plaid_tilemaxsim.device_search import DeviceSearch
+    from plaid_tilemaxsim.exact import ExactScorer
+    from plaid_tilemaxsim.index.files import PlaidIndex
+    from plaid_tilemaxsim.index.pq import PQ
+    from plaid_tilemaxsim.stats import Watch
+
+log = logging.getLogger("plaid_tilemaxsim")
+
+T = TypeVar("T")
+MAX_MERGES = 64
+
+
+class ShardedEngine(SearchEngine):
+    """A ``SearchEngine`` over the shards of an index.
+
+    index: from ``index.shards.load_shards``. What is returned on "the index's device" is on the first shard's.
+    """
+
+    index: ShardedIndex  # type: ignore[assignment]
+
+    def __init__(self, index: ShardedIndex, *, impl: str = "auto") -> None:
+        self.index = index
+        self.device = index.device
+        self.impl = self._choose(impl)
+        shards = DeviceShards(index) if self.impl == "triton" else HostShards(index)
+        self._device_search: Any = shards
+        self._shards: Shards = shards
+
+    def _score_aligned(self, Q: Tensor, pids: Tensor) -> Tensor:
+        scores = torch.empty(pids.numel(), device=self.device)
+        for s, at, local in self._shards.owned(pids):
+            part = score_aligned(self.index.shards[s], self._shards.exact_scorer(s), Q[at.to(Q.device)], local)
+            scores[at] = part.to(self.device)
+        return scores
+
+
+class Shards:
+    """What ``SearchEngine`` asks of a ``DeviceSearch``, from the engines of all shards. Ascending pids stay so."""
+
+    def __init__(self, index: ShardedIndex) -> None:
+        self.index = index
+        self.device = index.device
+        ends = [start + shard.num_passages for start, shard in zip(index.starts, index.shards, strict=True)]
+        self._ends = torch.tensor(ends[:-1], dtype=torch.int32, device=self.device)
+
+    def search(
+        self, Q: Tensor, params: SearchParams, allow: Tensor | None = None, watch: Watch | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return self._found("search", Q[None], params, allow=allow)[0]
+
+    def search_batch(self, Q: Tensor, params: SearchParams) -> list[tuple[Tensor, Tensor]]:
+        return self._found("search", Q, params)
+
+    def search_listed(
+        self, kind: str, Q: Tensor, pids: Tensor, params: SearchParams, watch: Watch | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return self._found(kind, Q[None], params, lists=self._cut(pids))[0]
+
+    def score(self, Q: Tensor, pids: Tensor) -> Tensor:
+        scores = torch.empty(pids.numel(), device=self.device)
+        owned = self.owned(pids)
+        for (_, at, _), part in zip(owned, self._scored(Q, [(s, local) for s, _, local in owned]), strict=True):
+            scores[at] = part
+        return scores
+
+    def survivors(
+        self, Q: Tensor, params: SearchParams, *, pids: Tensor | None = None, allow: Tensor | None = None
+    ) -> list[list[Tensor]]:
+        """As of one device: pids and columns of all shards, on the CPU."""
+        lists, masks = None if pids is None else self._cut(pids), self._slices(allow)
+        queries: list[list[list[Tensor]]] = [[] for _ in Q]
+        for s, start in enumerate(self.index.starts):
+            if lists is None or lists[s].numel():
+                found = self._survivors(s, Q, params, None if lists is None else lists[s], masks[s])
+                for query, (local, *columns) in zip(queries, found, strict=True):
+                    query.append([local + start, *columns])
+        return [[torch.cat(column) for column in zip(*query, strict=True)] for query in queries]
+
+    def candidates(self, Q: Tensor, params: SearchParams, allow: Tensor | None) -> Tensor:
+        masks = self._slices(allow)
+        parts = [self._candidates(s, Q, params, mask) for s, mask in enumerate(masks)]
+        return torch.cat([part.to(self.device) + start for part, start in zip(parts, self.index.starts, strict=True)])
+
+    def owned(self, pids: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+        """(shard, positions int64 in ``pids``, pids int32 in the shard on its device) of every shard that has some.
+
+        pids: int32 [n] on the first device, any order. Raises IndexError for one outside the index.
+        """
+        outside = (pids < 0) | (pids >= self.index.num_passages)
+        if bool(outside.any()):
+            raise IndexError(f"pids: expected 0 .. {self.index.num_passages - 1}, got {int(pids[outside][0])}")
+        owner = torch.bucketize(pids, self._ends, right=True)
+        found = []
+        for s, (start, shard) in enumerate(zip(self.index.starts, self.index.shards, strict=True)):
+            at = (owner == s).nonzero()[:, 0]
+            if at.numel():
+                found.append((s, at, (pids[at] - start).to(shard.device)))
+        return found
+
+    def exact_scorer(self, shard: int) -> ExactScorer:
+        raise NotImplementedError
+
+    def profile(self, Q: Tensor, params: SearchParams) -> dict[str, float]:
+        raise NotImplementedError
+
+    def make_room(self) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self.__dict__.pop("index", None)
+
+    def _found(
+        self,
+        kind: str,
+        Q: Tensor,
+        params: SearchParams,
+        *,
+        lists: list[Tensor] | None = None,
+        allow: Tensor | None = None,
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The answers of Q [B, LQ, DIM]. kind: "search", or "given" or "candidates" with lists of every shard's pids;
+        with these or allow, B is 1."""
+        raise NotImplementedError
+
+    def _scored(self, Q: Tensor, lists: list[tuple[int, Tensor]]) -> list[Tensor]:
+        """Exact scores on the first device of each shard's pids."""
+        raise NotImplementedError
+
+    def _survivors(
+        self, shard: int, Q: Tensor, params: SearchParams, pids: Tensor | None, allow: Tensor | None
+    ) -> list[list[Tensor]]:
+        raise NotImplementedError
+
+    def _candidates(self, shard: int, Q: Tensor, params: SearchParams, allow: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def _cut(self, pids: Tensor) -> list[Tensor]:
+        """Each shard's part of ascending pids, in its own numbers, still on the first device. Waits for that."""
+        cuts = torch.searchsorted(pids, self._ends).tolist()
+        parts = pids.tensor_split(cuts)
+        return [part - start for part, start in zip(parts, self.index.starts, strict=True)]
+
+    def _slices(self, allow: Tensor | None) -> list[Tensor] | list[None]:
+        """Each shard's part of a mask, still on the first device."""
+        if allow is None:
+            return [None] * len(self.index.shards)
+        return list(allow.split([shard.num_passages for shard in self.index.shards]))
+
+
+class HostShards(Shards):
+    """Shards in host memory, one after the other."""
+
+    def __init__(self, index: ShardedIndex) -> None:
+        super().__init__(index)
+        self._engines = [SearchEngine(shard, impl="torch") for shard in index.shards]
+
+    def exact_scorer(self, shard: int) -> ExactScorer:
+        return self._engines[shard]._stages.exact_scorer
+
+    def profile(self, Q: Tensor, params: SearchParams) -> dict[str, float]:
+        spent: dict[str, float] = {}
+        for engine in self._engines:
+            for stage, ms in engine.profile(Q, params).items():
+                spent[stage] = spent.get(stage, 0.0) + ms
+        return spent
+
+    def make_room(self) -> None:
+        pass
+
+    def close(self) -> None:
+        for engine in self._engines:
+            engine.close()
+        super().close()
+
+    def _found(
+        self,
+        kind: str,
+        Q: Tensor,
+        params: SearchParams,
+        *,
+        lists: list[Tensor] | None = None,
+        allow: Tensor | None = None,
+    ) -> list[tuple[Tensor, Tensor]]:
+        parts: list[list[Survivors]] = [[] for _ in Q]
+        for s, (engine, start, mask) in enumerate(zip(self._engines, self.index.starts, self._slices(allow))):
+            if lists is not None and lists[s].numel() == 0:
+                continue
+            if kind == "given":
+                assert lists is not None
+                found = [Survivors(*engine.search(q, params, pids=lists[s])) for q in Q]
+            else:
+                found = engine.survivors(Q, params, candidates=None if lists is None else lists[s], allow=mask)
+            for query, one in zip(parts, found, strict=True):
+                query.append(replace(one, pids=one.pids + start))
+        if kind == "given":
+            params = replace(params, mode="rerank", prefilter=None)
+        return [merge(query, params) for query in parts]
+
+    def _scored(self, Q: Tensor, lists: list[tuple[int, Tensor]]) -> list[Tensor]:
+        return [self._engines[s].score_pids(Q[None], local) for s, local in lists]
+
+    def _survivors(
+        self, shard: int, Q: Tensor, params: SearchParams, pids: Tensor | None, allow: Tensor | None
+    ) -> list[list[Tensor]]:
+        found = self._engines[shard].survivors(Q, params, candidates=pids, allow=allow)
+        columns = ([one.pids, one.first, one.second, one.exact] for one in found)
+        return [[column for column in query if column is not None] for query in columns]
+
+    def _candidates(self, shard: int, Q: Tensor, params: SearchParams, allow: Tensor | None) -> Tensor:
+        engine = self._engines[shard]
+        return engine._all_candidates(Q, params, allow)
+
+
+def _on_device(index: ResidentIndex) -> DeviceSearch:
+    from plaid_tilemaxsim.device_search import DeviceSearch
+
+    return DeviceSearch(index, pin_answers=False)
+
+
+@dataclass
+class _Merge:
+    """Static input, output and the graph between them (None without CUDA)."""
+
+    parts: list[Tensor]  # of every shard int32 [lanes, 1 + columns * room], all in one buffer
+    run: Callable[[], Tensor]
+    packed: Tensor  # int32 [lanes, 1 + 2 k]
+    graph: torch.cuda.CUDAGraph | None = None
+    pinned: Tensor | None = None  # packed in host memory, where there is one lane
+
+    def replay(self) -> Tensor:
+        if self.graph is None:
+            self.packed = self.run()
+        else:
+            self.graph.replay()
+        return self.packed
+
+
+class DeviceShards(Shards):
+    """Shards on GPUs (or in Triton's interpreter). One search at a time: callers wait on a lock."""
+
+    def __init__(self, index: ShardedIndex) -> None:
+        super().__init__(index)
+        self._shards = [_on_device(shard) for shard in index.shards]
+        self._lock = threading.RLock()
+        self._on_gpu = self.device.type == "cuda"
+        self._streams = [torch.cuda.Stream(shard.device) for shard in index.shards] if self._on_gpu else []
+        self._records = all(shard.records for shard in self._shards)
+        self._merges: OrderedDict[tuple[Any, ...], _Merge] = OrderedDict()
+        self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
+        self._last: torch.cuda.Stream | None = None
+
+    def exact_scorer(self, shard: int) -> ExactScorer:
+        return self._shards[shard].stages.exact_scorer
+
+    def profile(self, Q: Tensor, params: SearchParams) -> dict[str, float]:
+        """The longest of all shards in every stage, and the merge."""
+        spent: dict[str, float] = {}
+        for shard in self._shards:
+            for stage, ms in shard.profile(Q, params).items():
+                spent[stage] = max(spent.get(stage, 0.0), ms)
+        with self._turn():
+            self.search(Q, params)
+            merging = next(reversed(self._merges.values()))
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(20):
+                merging.replay()
+            end.record()
+            end.synchronize()
+            spent["merge"] = begin.elapsed_time(end) / 20
+        return spent
+
+    def make_room(self) -> None:
+        with self._turn():
+            self._merges.clear()
+            if self._on_gpu:
+                self._pool = torch.cuda.graph_pool_handle()
+            for shard in self._shards:
+                shard.make_room()
+
+    def close(self) -> None:
+        with self._lock:
+            self._merges.clear()
+            for shard in self._shards:
+                shard.close()
+            super().close()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """All devices for one caller, after the work of the caller before."""
+        with self._lock:
+            if not self._on_gpu:
+                yield
+                return
+            with torch.cuda.device(self.device):
+                here = torch.cuda.current_stream()
+                if self._last is not None and self._last != here:
+                    here.wait_stream(self._last)
+                self._last = here
+                try:
+                    yield
+                except BaseException:
+                    for stream in self._streams:  # what is under way reads buffers that the next search writes
+                        stream.synchronize()
+                    raise
+
+    @contextlib.contextmanager
+    def _apart(self, shard: int, after: torch.cuda.Event | None = None) -> Iterator[None]:
+        """What is launched inside runs on the shard's stream, after an event of the caller's."""
+        if not self._on_gpu:
+            yield
+            return
+        with torch.cuda.stream(self._streams[shard]):
+            if after is not None:
+                self._streams[shard].wait_event(after)
+            yield
+
+    def _event(self) -> torch.cuda.Event | None:
+        return torch.cuda.current_stream().record_event() if self._on_gpu else None
+
+    def _join(self) -> None:
+        if self._on_gpu:
+            here = torch.cuda.current_stream()
+            for stream in self._streams:
+                here.wait_stream(stream)
+
+    def _found(
+        self,
+        kind: str,
+        Q: Tensor,
+        params: SearchParams,
+        *,
+        lists: list[Tensor] | None = None,
+        allow: Tensor | None = None,
+    ) -> list[tuple[Tensor, Tensor]]:
+        keeps = [params.k] if kind == "given" else _keeps(params)
+        if len(keeps) > 1:
+            kind = "shard" if lists is None else "shard of candidates"
+        with self._turn():
+            lanes = 1 if len(Q) == 1 else min(shard.batch_lanes(Q.size(1), len(Q)) for shard in self._shards)
+            on_host = self._records and lanes == len(Q) == 1 and Q.device.type == "cpu"
+            masks, start = self._slices(allow), self._event()
+            queries = []
+            for s, shard in enumerate(self._shards):
+                with self._apart(s, start):
+                    queries.append(Q if on_host else Q.to(shard.device))
+            rounds = []
+            for first in range(0, len(Q), lanes):
+                after = self._event()
+                rows: list[Tensor | None] = []
+                for s, shard in enumerate(self._shards):
+                    listed = None if lists is None else lists[s]
+                    if listed is not None and listed.numel() == 0:
+                        rows.append(None)
+                        continue
+                    with self._apart(s, after):
+                        part = queries[s][first : first + lanes]
+                        rows.append(
+                            shard.launch(kind, part, params, lanes, pids=listed, allow=masks[s], on_host=on_host)
+                        )
+                merging = self._merge(lanes, keeps, tuple(0 if row is None else row.size(1) for row in rows))
+                for s, row in enumerate(rows):
+                    if row is not None:
+                        with self._apart(s):
+                            merging.parts[s].copy_(row, non_blocking=True)
+                self._join()
+                packed = merging.replay()
+                if merging.pinned is None:
+                    rounds.append(packed.clone())
+                else:
+                    torch.cuda.current_stream().synchronize()
+                    rounds.append(merging.pinned)
+            return [_unpacked(row) for row in torch.cat(rounds)[: len(Q)].cpu()]
+
+    def _merge(self, lanes: int, keeps: list[int | None], widths: tuple[int, ...]) -> _Merge:
+        """That of shards whose rows have these widths, 0 for a shard without passages to look at."""
+        key = lanes, tuple(keeps), widths
+        merging = self._merges.get(key)
+        if merging is not None:
+            self._merges.move_to_end(key)
+            return merging
+        with torch.inference_mode(False), torch.no_grad():
+            merging = self._merges[key] = self._record_merge(lanes, keeps, widths)
+        if len(self._merges) > MAX_MERGES:
+            self._merges.popitem(last=False)
+        return merging
+
+    def _record_merge(self, lanes: int, keeps: list[int | None], widths: tuple[int, ...]) -> _Merge:
+        from plaid_tilemaxsim.ops import merge_kernel
+
+        columns = 1 + len(keeps)
+        sizes = [lanes * max(width, 1) for width in widths]
+        rows = torch.zeros(sum(sizes), dtype=torch.int32, device=self.device)
+        parts = [part.view(lanes, -1) for part in rows.split(sizes)]
+        table = [
+            [sum(sizes[:s]), part.size(1), (part.size(1) - 1) // columns, start]
+            for s, (part, start) in enumerate(zip(parts, self.index.starts, strict=True))
+        ]
+        most = max(room for _, _, room, _ in table)
+        placed = torch.tensor(table, dtype=torch.int64, device=self.device)
+
+        def run() -> Tensor:
+            return merge_kernel.merge(rows, placed, most, keeps, lanes)
+
+        merging = _Merge(parts, run, run())  # compiles the kernels
+        if not self._on_gpu:
+            return merging
+        if lanes == 1:
+            merging.pinned = torch.empty(merging.packed.shape, dtype=torch.int32, pin_memory=True)
+        torch.cuda.synchronize(self.device)
+        merging.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(merging.graph, pool=self._pool, capture_error_mode="thread_local"):
+            merging.packed = run()
+            if merging.pinned is not None:
+                merging.pinned.copy_(merging.packed, non_blocking=True)
+        return merging
+
+    def _scored(self, Q: Tensor, lists: list[tuple[int, Tensor]]) -> list[Tensor]:
+        found = []
+        with self._turn():
+            start = self._event()
+            for s, local in lists:
+                with self._apart(s, start):
+                    row = self._shards[s].launch("score", Q[None], SearchParams(), 1, pids=local)
+                    found.append(row[: local.numel()].clone().to(self.device))
+            self._join()
+        return found
+
+    def _survivors(
+        self, shard: int, Q: Tensor, params: SearchParams, pids: Tensor | None, allow: Tensor | None
+    ) -> list[list[Tensor]]:
+        place = self.index.shards[shard].device
+        pids, allow = (None if x is None else x.to(place) for x in (pids, allow))
+        return self._shards[shard].survivors(Q, params, pids=pids, allow=allow)
+
+    def _candidates(self, shard: int, Q: Tensor, params: SearchParams, allow: Tensor | None) -> Tensor:
+        place = self.index.shards[shard].device
+        return self._shards[shard].candidates(Q, params, None if allow is None else allow.to(place))
+
+
+def _keeps(params: SearchParams) -> list[int | None]:
+    """How many passages each column of the shards' scores leaves, the last one's being the answer."""
+    if params.mode == "plaid":
+        return [params.ndocs, params.ndocs // 4, params.k]
+    if params.mode == "exhaustive" and params.prefilter is not None:
+        return [params.prefilter, params.k]
+    return [params.k]
+
+
+def _unpacked(row: Tensor) -> tuple[Tensor, Tensor]:
+    """(pids int32 [n], scores fp32 [n]) of int32 [1 + 2 k] on the host."""
+    k, n = (row.numel() - 1) // 2, int(row[0])
+    return row[1 : 1 + n].clone(), row[1 + k : 1 + k + n].view(torch.float32).clone()
+
+
+class Replicas:
+    """Independent copies of an engine, for throughput: batches are split over them, searches go to an idle one.
+
+    engines: equal ones, each a ``SearchEngine``; answers are those of the first. What is returned on a device is on
+    the first one's, and a filter_fn, which sees tensors there, is run by it.
+    """
+
+    def __init__(self, engines: Sequence[SearchEngine]) -> None:
+        self.engines = list(engines)
+        self.index, self.device, self.impl = engines[0].index, engines[0].device, engines[0].impl
+        self._busy = [0] * len(self.engines)
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(len(self.engines), thread_name_prefix="replica")
+        self._seen: set[tuple[Any, ...]] = set()
+
+    def search(self, Q: Tensor, params: SearchParams, **filters: Any) -> tuple[Tensor, Tensor]:
+        if filters.get("filter_fn") is not None:
+            return self.engines[0].search(Q, params, **filters)
+        with self._idle() as engine:
+            return engine.search(Q, params, **filters)
+
+    def search_batch(self, Q: Tensor, params: SearchParams, **filters: Any) -> list[tuple[Tensor, Tensor]]:
+        parts = [part for part in Q.tensor_split(len(self.engines)) if len(part)]
+        if len(parts) < 2 or filters.get("filter_fn") is not None:
+            return self.engines[0].search_batch(Q, params, **filters)
+        tasks = [self._task(engine, part, params, filters) for engine, part in zip(self.engines, parts)]
+        # Not at once what has not run yet: recording a graph waits for devices, which fails beside another recording.
+        key = (*(part.shape for part in parts), params)
+        if key not in self._seen:
+            answers = [task() for task in tasks]
+            self._seen.add(key)
+        else:
+            answers = [future.result() for future in [self._pool.submit(task) for task in tasks]]
+        return [one for part in answers for one in part]
+
+    def candidates(self, Q: Tensor, ncells: int) -> Tensor:
+        with self._idle() as engine:
+            return engine.candidates(Q, ncells).to(self.device)
+
+    def score_pids(self, Q: Tensor, pids: Tensor | list[int]) -> Tensor:
+        with self._idle() as engine:
+            return engine.score_pids(Q, pids).to(self.device)
+
+    def survivors(self, Q: Tensor, params: SearchParams, **filters: Any) -> list[Survivors]:
+        with self._idle() as engine:
+            return engine.survivors(Q, params, **filters)
+
+    def allow_mask(self, allow: Tensor) -> Tensor:
+        return self.engines[0].allow_mask(allow)
+
+    def profile(self, Q: Tensor, params: SearchParams) -> dict[str, float]:
+        return self.engines[0].profile(Q, params)
+
+    def warmup(self, lq: int, params: SearchParams, batch: bool = False) -> None:
+        for engine in self.engines:
+            engine.warmup(lq, params, batch)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+        for engine in self.engines:
+            engine.close()
+
+    @contextlib.contextmanager
+    def _idle(self) -> Iterator[SearchEngine]:
+        """One that the fewest callers are in."""
+        with self._lock:
+            chosen = min(range(len(self.engines)), key=self._busy.__getitem__)
+            self._busy[chosen] += 1
+        try:
+            yield self.engines[chosen]
+        finally:
+            with self._lock:
+                self._busy[chosen] -= 1
+
+    def _task(
+        self, engine: SearchEngine, Q: Tensor, params: SearchParams, filters: dict[str, Any]
+    ) -> Callable[[], list[tuple[Tensor, Tensor]]]:
+        ready = torch.cuda.current_stream(Q.device).record_event() if Q.is_cuda else None
+
+        def task() -> list[tuple[Tensor, Tensor]]:
+            if ready is not None:  # a thread of the pool has a stream of its own
+                torch.cuda.current_stream(Q.device).wait_event(ready)
+            return engine.search_batch(Q, params, **filters)
+
+        return task
+
+
+def resolve_devices(devices: Sequence[str] | None, replicas: int, on_gpu: bool) -> list[list[torch.device]]:
+    """The devices of every replica. devices: names as in ``ScorerConfig``; None: one for each replica, GPUs from the
+    current one on where ``on_gpu``.
+
+    A CUDA device that is named twice holds two shards (or copies), which is logged: nothing is gained by it.
+    Raises ValueError for a device that is not there, CPU and GPU together, and a number of devices that the replicas
+    cannot share equally.
+    """
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if devices is None and on_gpu:
+        first = torch.cuda.current_device()
+        if replicas > there - first:
+            raise ValueError(f"scorer option replicas: expected at most {there - first} GPUs' worth, got {replicas}")
+        devices = [f"cuda:{first + i}" for i in range(replicas)]
+    places = [torch.device(name) for name in devices or ["cpu"] * replicas]
+    known = ["cpu", *(f"cuda:{i}" for i in range(there))]
+    for i, place in enumerate(places):
+        if str(place) not in known:
+            raise ValueError(f"scorer option devices[{i}]: expected one of {known}, got {str(place)!r}")
+    if len({place.type for place in places}) > 1:
+        raise ValueError(f"scorer option devices: expected only GPUs or only cpu, got {[str(p) for p in places]}")
+    if len(places) % replicas:
+        raise ValueError(f"scorer option replicas: expected a divisor of the {len(places)} devices, got {replicas}")
+    if places[0].type == "cuda":
+        if len(set(places)) < len(places):
+            log.warning("devices: %s names a GPU more than once", [str(place) for place in places])
+        kinds = {torch.cuda.get_device_name(place) for place in places}
+        if len(kinds) > 1:
+            log.warning("devices: %s are of several kinds; scores may differ in their last bits", sorted(kinds))
+    size = len(places) // replicas
+    return [places[first : first + size] for first in range(0, len(places), size)]
+
+
+def build_engine(
+    index: PlaidIndex,
+    groups: Sequence[Sequence[torch.device]],
+    placement: str = "auto",
+    *,
+    codec: str = "residual",
+    pq: PQ | None = None,
+    impl: str = "auto",
+    shared: Sequence[Any] = (),
+) -> SearchEngine | Replicas:
+    """An engine over the devices of ``resolve_devices``: shards where a group has several, replicas of several groups.
+
+    shared: engines of the same index. The rest, and what is raised, is as for ``load_resident`` and ``load_shards``.
+    """
+    held = [engine.index for one in shared for engine in (one.engines if isinstance(one, Replicas) else [one])]
+    engines: list[SearchEngine] = []
+    try:
+        for places in groups:
+            if len(places) == 1:
+                whole = [layout for layout in held if isinstance(layout, ResidentIndex)]
+                resident = load_resident(index, places[0], placement, codec=codec, pq=pq, shared=whole)
+                engines.append(SearchEngine(resident, impl=impl))
+            else:
+                cut = [layout for layout in held if isinstance(layout, ShardedIndex)]
+                sharded = load_shards(index, places, placement, codec=codec, pq=pq, shared=cut)
+                engines.append(ShardedEngine(sharded, impl=impl))
+    except BaseException:
+        for engine in engines:
+            engine.close()
+        raise
+    return engines[0] if len(engines) == 1 else Replicas(engines)

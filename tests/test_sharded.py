@@ -1,0 +1,365 @@
+"""Several devices against one: the same passages, scores and order to the bit, in every mode and with every filter.
+
+Without a GPU the CPU stands in for all devices, with one it does: its shards have streams and graphs of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from plaid_tilemaxsim.engine import SearchEngine
+from plaid_tilemaxsim.funnel import SearchParams
+from plaid_tilemaxsim.index.files import PlaidIndex, read_index
+from plaid_tilemaxsim.index.lists import build_pid_lists
+from plaid_tilemaxsim.index.pq import PQ
+from plaid_tilemaxsim.index.resident import load_resident
+from plaid_tilemaxsim.index.shards import ShardedIndex, load_shards, with_inverse_norms
+from plaid_tilemaxsim.ops import reference
+from plaid_tilemaxsim.sharded import Replicas, ShardedEngine, build_engine, resolve_devices
+from tests.synthetic import make_index
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda:0" if ON_GPU else "cpu"
+N, LQ, DIM = (6000, 32, 64) if ON_GPU else (80, 8, 64)
+PLAID: dict[str, Any] = {"ncells": 2, "threshold": 0.3}
+MODES = [
+    SearchParams(k=10, ndocs=32, **PLAID),
+    SearchParams(k=3, ndocs=4, **PLAID),
+    SearchParams(k=None, ndocs=100, query_maxlen=LQ - 2, **PLAID),
+    SearchParams(k=N + 7, ndocs=4 * N, **PLAID),
+    SearchParams(k=10, ndocs=64, ncells=2, threshold=1.5),  # all codes are pruned: every score of the first cut is -inf
+    SearchParams(k=10, mode="rerank", **PLAID),
+    SearchParams(k=None, mode="rerank", **PLAID),
+    SearchParams(k=10, mode="exhaustive"),
+    SearchParams(k=N + 7, mode="exhaustive"),
+    SearchParams(k=10, mode="exhaustive", prefilter=20),
+]
+
+Answer = tuple[Tensor, Tensor]
+
+
+def same(a: Answer, b: Answer) -> bool:
+    return torch.equal(a[0], b[0]) and torch.equal(a[1].view(torch.int32), b[1].view(torch.int32))
+
+
+def interpreted(impl: str) -> bool:
+    return impl == "triton" and not ON_GPU
+
+
+def from_tensors(index: PlaidIndex, codes: Tensor, residuals: Tensor, doclens: Tensor) -> PlaidIndex:
+    pids, offsets = build_pid_lists([(codes, doclens)], index.num_centroids)
+    return PlaidIndex.from_tensors(
+        nbits=index.nbits, centroids=index.centroids, bucket_cutoffs=index.bucket_cutoffs,
+        bucket_weights=index.bucket_weights, codes=codes, residuals=residuals, doclens=doclens, ivf=pids,
+        ivf_lengths=offsets.diff(),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def index(tmp_path_factory: pytest.TempPathFactory) -> PlaidIndex:
+    """Every passage is there twice, half an index apart: all scores tie, at the cuts too, across shards."""
+    half = read_index(make_index(tmp_path_factory.mktemp("index"), n=N // 2, dim=DIM, C=32, chunk_size=50, empty=0.05))
+    twice = ([part, part] for part in (half.codes(), half.residuals(), half.doclens))
+    return from_tensors(half, *map(torch.cat, twice))
+
+
+@pytest.fixture(scope="session")
+def queries(index: PlaidIndex) -> Tensor:
+    g = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, index.num_tokens, (3 * LQ,), generator=g)
+    near = index.centroids[index.codes()[rows].long()].float() + torch.randn(3 * LQ, DIM, generator=g) / 16
+    return torch.nn.functional.normalize(near, dim=-1).view(3, LQ, DIM)
+
+
+def engines(index: PlaidIndex, impl: str, n: int, codec: str = "residual", pq: PQ | None = None) -> Any:
+    """(engine of one device, engine of n shards)."""
+    one = load_resident(index, DEVICE, codec=codec, pq=pq)
+    cut = load_shards(index, [DEVICE] * n, codec=codec, pq=pq)
+    if interpreted(impl):  # as on a GPU: centroids in fp16, norms in 16 bits
+
+        def like_a_gpu(shards: list[Any]) -> list[Any]:
+            shards = [dataclasses.replace(shard, centroids=shard.centroids.half()) for shard in shards]
+            if codec != "residual":
+                return shards
+            return with_inverse_norms([dataclasses.replace(shard, inv_norms=None) for shard in shards])
+
+        one, cut = like_a_gpu([one])[0], ShardedIndex(tuple(like_a_gpu(list(cut.shards))), cut.starts)
+    return SearchEngine(one, impl=impl), ShardedEngine(cut, impl=impl)
+
+
+@pytest.fixture(scope="module", params=["torch", "triton"])
+def impl(request: pytest.FixtureRequest, device: str) -> str:
+    if ON_GPU and request.param == "torch":
+        pytest.skip("the torch stages run on the CPU; here the index is on a GPU")
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 5])
+def pair(request: pytest.FixtureRequest, index: PlaidIndex, impl: str) -> Any:
+    if interpreted(impl) and request.param != 3:
+        pytest.skip("Triton's interpreter takes a second a search; there 3 shards are enough")
+    one, several = engines(index, impl, request.param)
+    assert len(several.index.shards) == request.param
+    return one, several
+
+
+@pytest.mark.parametrize("params", MODES, ids=str)
+def test_modes(pair: Any, queries: Tensor, params: SearchParams) -> None:
+    one, several = pair
+    slow = interpreted(one.impl)
+    wanted = [one.search(q, params) for q in queries[: 2 if slow else 3]]
+    assert all(same(several.search(q, params), want) for q, want in zip(queries, wanted[: 1 if slow else 3]))
+    # equal answers mean something: other queries have others
+    assert not same(wanted[0], wanted[1])
+    if not slow or params == MODES[0]:
+        assert all(map(same, several.search_batch(queries[: len(wanted)], params), wanted))
+
+
+@pytest.mark.parametrize("params", [MODES[0], MODES[5], MODES[7], MODES[9]], ids=str)
+def test_filters(pair: Any, queries: Tensor, params: SearchParams) -> None:
+    one, several = pair
+    if interpreted(one.impl) and params not in (MODES[0], MODES[7]):
+        pytest.skip("slow in Triton's interpreter")
+    seen: list[Tensor] = []
+
+    def odd(pids: Tensor) -> Tensor:
+        seen.append(pids)
+        return pids[pids % 2 == 1].flip(0)
+
+    Q = queries[0]
+    mask = torch.rand(N, generator=torch.Generator().manual_seed(1)) < 0.3
+    mask[: int(0.6 * N)] = False  # no candidates in the first shard or two
+    masks = [mask, mask.nonzero()[:, 0], torch.zeros(N, dtype=torch.bool), torch.ones(N, dtype=torch.bool)]
+    for allow in masks[: 1 if interpreted(one.impl) else 4]:
+        assert same(several.search(Q, params, allow=allow), one.search(Q, params, allow=allow))
+        assert same(*(engine.search(Q, params, allow=allow, filter_fn=odd) for engine in (several, one)))
+
+    assert all(torch.equal(*both) for both in zip(seen[::2], seen[1::2], strict=True))
+    assert all(pids.dtype == torch.int32 and pids.device == torch.device(DEVICE) for pids in seen)
+    found, wanted = (engine.search_batch(queries[:1], params, allow=mask) for engine in (several, one))
+    assert all(map(same, found, wanted))
+
+
+def test_given_pids(pair: Any, queries: Tensor, index: PlaidIndex) -> None:
+    one, several = pair
+    empty = int((index.doclens == 0).nonzero()[0])
+    wanted = [N - 1, 3, 3, empty, 0, N // 2, 3 + N // 2]
+    for params in (SearchParams(k=None), MODES[0]):
+        for pids in (wanted, [5], [], torch.tensor(wanted))[: 1 if interpreted(one.impl) else 4]:
+            assert same(several.search(queries[0], params, pids=pids), one.search(queries[0], params, pids=pids))
+    for pids in (wanted, list(range(N)), []):
+        assert torch.equal(several.score_pids(queries[:1], pids), one.score_pids(queries[:1], pids))
+    aligned = queries[[0, 1, 2, 0, 1, 2, 0]]
+    assert torch.equal(several.score_pids(aligned, wanted), one.score_pids(aligned, wanted))
+    for wrong in (-1, N):
+        with pytest.raises(IndexError, match=f"expected 0 .. {N - 1}, got {wrong}"):
+            several.score_pids(queries[:1], torch.tensor([0, wrong], dtype=torch.int32, device=DEVICE))
+
+
+def test_candidates(pair: Any, queries: Tensor) -> None:
+    one, several = pair
+    for Q in queries[:2]:
+        found = several.candidates(Q, 3)
+        assert found.device == torch.device(DEVICE)
+        assert torch.equal(found, one.candidates(Q, 3))
+
+
+def test_survivors_are_those_of_one_shard_of_many(pair: Any, queries: Tensor) -> None:
+    """A host with several devices can be one shard of a cluster."""
+    from plaid_tilemaxsim.merge import merge
+
+    one, several = pair
+    if interpreted(one.impl):
+        queries = queries[:1]
+    for params in (MODES[0], MODES[5], MODES[9]):
+        for Q, survivors in zip(queries, several.survivors(queries, params), strict=True):
+            assert same(merge([survivors], params), one.search(Q, params))
+
+
+def test_a_shard_less_is_noticed(index: PlaidIndex, queries: Tensor) -> None:
+    one, several = engines(index, "auto", 3)
+    cut = several.index
+    less = ShardedEngine(ShardedIndex(cut.shards[:-1], cut.starts[:-1]))
+    assert not all(same(less.search(q, MODES[7]), one.search(q, MODES[7])) for q in queries)
+
+
+def quantiser(index: PlaidIndex, rotated: bool) -> PQ:
+    """Entries are parts of the index's own embeddings, which needs no training."""
+    g = torch.Generator().manual_seed(1)
+    rotation = torch.linalg.qr(torch.randn(DIM, DIM, generator=g))[0] if rotated else None
+    e = reference.decompress(index.codes(), index.residuals(), index.centroids, index.bucket_weights, index.nbits)
+    parts = (e.float() if rotation is None else e.float() @ rotation.T).view(len(e), 8, -1).transpose(0, 1)
+    codebook = parts[:, torch.randperm(len(e), generator=g)[:256]].half().contiguous()
+    codes = torch.cdist(parts, codebook.float()).argmin(-1).T.to(torch.uint8).contiguous()
+    return PQ(8, codes, codebook, rotation)
+
+
+@pytest.mark.parametrize("codec", ["dense", "pq"])
+def test_codecs(index: PlaidIndex, queries: Tensor, impl: str, codec: str) -> None:
+    pq = quantiser(index, rotated=impl == "torch") if codec == "pq" else None
+    one, several = engines(index, impl, 3, codec, pq)
+    for params in MODES[:1] if interpreted(impl) else MODES:
+        assert same(several.search(queries[0], params), one.search(queries[0], params))
+    wanted = [N - 1, 3, 3, 0]
+    assert torch.equal(several.score_pids(queries[:1], wanted), one.score_pids(queries[:1], wanted))
+    aligned = queries[[0, 1, 2, 0]]
+    assert torch.equal(several.score_pids(aligned, wanted), one.score_pids(aligned, wanted))
+
+
+@pytest.mark.parametrize("lengths", [[3], [2, 0, 5], [0, 0, 4, 0, 0], [0, 0], [1] * 9], ids=str)
+def test_more_shards_than_passages(index: PlaidIndex, queries: Tensor, impl: str, lengths: list[int]) -> None:
+    T = sum(lengths)
+    small = from_tensors(index, index.codes()[:T], index.residuals()[:T], torch.tensor(lengths))
+    one, several = engines(small, impl, 7)
+    assert 1 <= len(several.index.shards) <= max(1, sum(length > 0 for length in lengths))
+    for params in MODES[:1] if interpreted(impl) else MODES:
+        assert same(several.search(queries[0], params), one.search(queries[0], params))
+
+
+def test_shares_what_other_codecs_hold(index: PlaidIndex) -> None:
+    groups = [[torch.device(DEVICE)] * 2]
+    first = build_engine(index, groups)
+    second = build_engine(index, groups, codec="dense", shared=[first])
+    for ours, theirs in zip(second.index.shards, first.index.shards):  # type: ignore[union-attr]
+        assert ours.codes.data_ptr() == theirs.codes.data_ptr()
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("groups", [[1, 1], [1, 1, 1], [2, 2]], ids=str)
+def test_replicas(index: PlaidIndex, queries: Tensor, groups: list[int]) -> None:
+    one = SearchEngine(load_resident(index, DEVICE))
+    copies = build_engine(index, [[torch.device(DEVICE)] * n for n in groups])
+    assert isinstance(copies, Replicas)
+    many = queries[torch.arange(11) % 3]
+    for params in (MODES[0], MODES[7]):
+        wanted = [one.search(q, params) for q in many]
+        for _ in range(2):  # one replica after the other at first, then together
+            assert all(map(same, copies.search_batch(many, params), wanted))
+        assert all(map(same, copies.search_batch(many[:1], params), wanted[:1]))
+        assert same(copies.search(many[0], params), wanted[0])
+        if ON_GPU:
+            assert all(map(same, copies.search_batch(many.cuda(), params), wanted))
+    mask = torch.arange(N) % 2 == 0
+    found = copies.search_batch(many, MODES[0], allow=mask)
+    assert all(map(same, found, [one.search(q, MODES[0], allow=mask) for q in many]))
+    assert torch.equal(copies.candidates(queries[0], 2), one.candidates(queries[0], 2))
+    assert torch.equal(copies.score_pids(queries[:1], [3, 0]), one.score_pids(queries[:1], [3, 0]))
+    copies.warmup(LQ, MODES[0], batch=True)
+    copies.close()
+
+
+def test_a_replica_that_fails_is_heard(index: PlaidIndex, queries: Tensor, monkeypatch: Any) -> None:
+    copies = build_engine(index, [[torch.device(DEVICE)]] * 2)
+    many = queries[torch.arange(4) % 3]
+    copies.search_batch(many, MODES[0])
+
+    def lost(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(copies.engines[1], "search_batch", lost)  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        copies.search_batch(many, MODES[0])
+
+
+class TestDevices:
+    def test_groups(self) -> None:
+        cpu = torch.device("cpu")
+        assert resolve_devices(None, 1, False) == [[cpu]]
+        assert resolve_devices(None, 2, False) == [[cpu], [cpu]]
+        assert resolve_devices(["cpu"] * 6, 2, False) == [[cpu] * 3, [cpu] * 3]
+
+    @pytest.mark.parametrize(
+        ("devices", "replicas", "words"),
+        [
+            (["cuda:77"], 1, r"devices\[0\]: expected one of \['cpu'.*, got 'cuda:77'"),
+            (["cpu", "meta"], 1, r"devices\[1\]: expected one of .*, got 'meta'"),
+            (["cpu"] * 3, 2, "replicas: expected a divisor of the 3 devices, got 2"),
+        ],
+    )
+    def test_wrong(self, devices: list[str], replicas: int, words: str) -> None:
+        with pytest.raises(ValueError, match=words):
+            resolve_devices(devices, replicas, False)
+
+    @pytest.mark.gpu
+    def test_gpus(self, caplog: pytest.LogCaptureFixture) -> None:
+        first = torch.device("cuda:0")
+        assert resolve_devices(None, 1, True) == [[torch.device("cuda", torch.cuda.current_device())]]
+        assert resolve_devices(["cuda:0", "cuda:0"], 1, True) == [[first, first]]
+        assert "more than once" in caplog.text
+        with pytest.raises(ValueError, match="only GPUs or only cpu"):
+            resolve_devices(["cuda:0", "cpu"], 1, True)
+        with pytest.raises(ValueError, match="replicas: expected at most"):
+            resolve_devices(None, 99, True)
+
+
+@pytest.mark.gpu
+def test_memory_is_planned_on_all_devices_before_anything_is_laid_out(index: PlaidIndex, monkeypatch: Any) -> None:
+    from plaid_tilemaxsim.index import shards
+
+    monkeypatch.setattr(shards, "_free_bytes", lambda device: 1 << 20)
+    before = torch.cuda.memory_allocated()
+    with pytest.raises(RuntimeError, match=r"expected memory for 2 shards, got too little: gpu .*host .*disk"):
+        load_shards(index, ["cuda:0"] * 2)
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("placement", ["host", "disk"])
+def test_placements(tmp_path: Path, queries: Tensor, placement: str) -> None:
+    whole = read_index(make_index(tmp_path, n=N, dim=DIM, C=32))
+    one = SearchEngine(load_resident(whole, "cuda:0"))
+    several = ShardedEngine(load_shards(whole, ["cuda:0"] * 3, placement))
+    assert several.index.placement == placement
+    for params in MODES:
+        for Q in queries:
+            assert same(several.search(Q, params), one.search(Q, params))
+
+
+@pytest.mark.gpu
+def test_queries_on_the_device_and_other_streams(index: PlaidIndex, queries: Tensor) -> None:
+    one, several = engines(index, "triton", 3)
+    for params in (MODES[0], MODES[7]):
+        wanted = [one.search(q, params) for q in queries]
+        for _ in range(5):
+            assert all(same(several.search(q.cuda(), params), want) for q, want in zip(queries, wanted))
+            with torch.cuda.stream(torch.cuda.Stream()):
+                assert all(same(several.search(q, params), want) for q, want in zip(queries, wanted))
+                assert all(map(same, several.search_batch(queries.cuda(), params), wanted))
+    assert set(several.profile(queries[0], MODES[0])) >= {"centroids", "merge"}
+
+
+REAL = "PLAID_TILEMAXSIM_INDEXES"
+
+
+@pytest.mark.parametrize("n", [2, 5])
+def test_real_indexes(n: int) -> None:
+    """Folder with real PLAID indexes in PLAID_TILEMAXSIM_INDEXES; queries are perturbed tokens of each."""
+    root = os.environ.get(REAL)
+    folders = sorted(Path(root).glob("*/metadata.json")) if root else []
+    if not folders:
+        pytest.skip(f"set {REAL} to a folder that holds PLAID indexes")
+    for folder in folders:
+        whole = read_index(folder.parent)
+        one = SearchEngine(load_resident(whole, DEVICE))
+        several = ShardedEngine(load_shards(whole, [DEVICE] * n))
+        g = torch.Generator().manual_seed(0)
+        rows = torch.randint(0, whole.num_tokens, (4 * 32,), generator=g)
+        near = whole.centroids[whole.codes()[rows].long()].float()
+        near = near + torch.randn(near.shape, generator=g) / whole.dim**0.5 / 2
+        Q = torch.nn.functional.normalize(near, dim=-1).view(4, 32, whole.dim)
+        for params in (
+            SearchParams(k=10, ncells=1, threshold=0.5, ndocs=256),
+            SearchParams(k=100, ncells=2, threshold=0.45, ndocs=1024),
+            SearchParams(k=100, mode="rerank"),
+            SearchParams(k=1000, mode="exhaustive", prefilter=3000),
+        ):
+            wanted = one.search_batch(Q, params)
+            assert all(map(same, several.search_batch(Q, params), wanted)), (folder.parent.name, params)

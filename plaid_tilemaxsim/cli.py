@@ -12,7 +12,6 @@ import os
 import sys
 import types
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Any, cast
 
 from plaid_tilemaxsim.serve_requests import Limits
@@ -327,42 +326,8 @@ def _eval(words: Sequence[str]) -> int:
 
 
 def _env(args: argparse.Namespace) -> int:
+    from plaid_tilemaxsim.environment import environment
+
     for name, value in environment().items():
         print(f"{name:<14} {value}")
     return 0
-
-
-def environment() -> dict[str, str]:
-    """Versions and devices, and what they mean for the plugin, as text by name."""
-    import torch
-
-    from plaid_tilemaxsim import __version__, compat
-    from plaid_tilemaxsim.plugin import KNOWN_VERSIONS
-
-    found = {"plugin": __version__, "python": sys.version.split()[0], "torch": torch.__version__}
-    for name in ("triton", "colbert-ai", "transformers", "faiss-cpu", "faiss-gpu"):
-        found[name] = _version(name)
-    if found["colbert-ai"] not in KNOWN_VERSIONS:
-        found["colbert-ai"] += f" (this plugin needs {' or '.join(KNOWN_VERSIONS)})"
-    if found["transformers"].split(".")[0].isdecimal() and int(found["transformers"].split(".")[0]) >= 5:
-        found["transformers"] += " (enable() adapts colbert-ai to it)"
-    if not compat.git_found():
-        found["git"] = "none (enable() lets colbert-ai be imported without it)"
-    if not torch.cuda.is_available():
-        why = "torch is a CPU build" if torch.version.cuda is None else f"CUDA {torch.version.cuda}, no usable device"
-        return found | {"gpu": f"none: {why}", "scoring": "torch on the CPU"}
-    for i in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(i)
-        properties = torch.cuda.get_device_properties(i)
-        found[f"gpu {i}"] = (
-            f"{properties.name}, compute capability {properties.major}.{properties.minor}, "
-            f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free, CUDA {torch.version.cuda}"
-        )
-    return found | {"scoring": f"triton on GPU {torch.cuda.current_device()}"}
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "not installed"

@@ -1,6 +1,7 @@
 """The command line: an unmodified program runs as under python, only with another scorer."""
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -155,11 +156,23 @@ def test_inspect(index, tmp_path, capsys):  # noqa: F811
     assert "plaid-tilemaxsim: " in capsys.readouterr().err
 
 
-def test_env(capsys):
+def test_env(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("PLAID_TILEMAXSIM_TUNING", "h200.json")
     assert cli.main(["env"]) == 0
     out = capsys.readouterr().out
-    for name in ("plugin", "torch", "triton", "colbert-ai", "transformers", "gpu", "scoring"):
+    for name in ("plugin", "torch", "triton", "colbert-ai", "transformers", "driver", "gpu", "scoring"):
         assert f"\n{name}" in "\n" + out
+    assert f"{tmp_path} (0 entries)" in out
+    assert "PLAID_TILEMAXSIM_TUNING=h200.json" in out
+
+
+@pytest.mark.gpu
+def test_env_names_kernels_and_driver(capsys):
+    assert cli.main(["env"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"\ndriver +\d+\.\d+", out)
+    assert "for 128 dimensions: residual 1 bits fast, " in out
 
 
 @pytest.mark.parametrize("command", [[], ["run"], ["inspect"], ["pq"], ["env"]])

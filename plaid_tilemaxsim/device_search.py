@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from plaid_tilemaxsim import faults
 from plaid_tilemaxsim.funnel import STAGES, Pids, Ranking, SearchParams, run_funnel, run_shard
-from plaid_tilemaxsim.graphs import recording
+from plaid_tilemaxsim.graphs import Turns, recording
 from plaid_tilemaxsim.ops.api import padded_query_length
 from plaid_tilemaxsim.ops.pids_kernel import clamp_pids
 from plaid_tilemaxsim.stages_triton import TritonStages
@@ -114,7 +113,7 @@ class DeviceSearch:
         self.index = index
         self._pins_answers = pin_answers
         self.device = index.device
-        self._lock = threading.RLock()
+        self._turns = Turns(index.device)
         self._cmax = float(index.centroids.float().norm(dim=1).max()) if index.num_centroids else 0.0
         self._lanes: list[TritonStages] = [TritonStages(index, self._cmax)]
         self._recordings: OrderedDict[tuple[Any, ...], _Recording] = OrderedDict()
@@ -122,27 +121,17 @@ class DeviceSearch:
         self.records = self._on_gpu and not self.stages.exact_scorer.waits
         self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
         self._lanes_that_fit: dict[tuple[int, int], int] = {}
-        self._last_stream: torch.cuda.Stream | None = None
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """The engine's buffers, for one caller: after the work of the caller before, on whatever stream that ran."""
+        """The engine's buffers, for one caller; after an error as if there had been no search."""
         if self._on_gpu:
             faults.check_fork()
-        with self._lock:
+        with self._turns.take():
             if not self._lanes:
                 raise ValueError("search engine: expected an open one, got one that was closed")
             try:
-                if not self._on_gpu:
-                    yield
-                    return
-                here = torch.cuda.current_device() == self.device.index
-                with contextlib.nullcontext() if here else torch.cuda.device(self.device):
-                    stream = torch.cuda.current_stream()
-                    if self._last_stream is not None and self._last_stream != stream:
-                        stream.wait_stream(self._last_stream)
-                    self._last_stream = stream
-                    yield
+                yield
             except BaseException as error:
                 self._clean_after(error)
                 raise
@@ -317,7 +306,7 @@ class DeviceSearch:
             return spent
 
     def close(self) -> None:
-        with self._lock:
+        with self._turns.take():
             self._recordings.clear()
             self._lanes.clear()
             self.__dict__.pop("index", None)

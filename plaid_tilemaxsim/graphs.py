@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-# Recording synchronises the device, which fails while another thread records.
+# Recording synchronises the device and empties torch's cache, which another thread's recording may not outlive.
 _recording = threading.Lock()
 
 

@@ -312,7 +312,7 @@ class DeviceSearch:
             self.__dict__.pop("index", None)
 
     def _on_host(self, Q: Tensor) -> bool:
-        """Whether a graph itself is to fetch the query from pinned memory, and to leave the answer there."""
+        """Whether a graph itself is to fetch the query from pinned memory."""
         return self.records and Q.device.type == "cpu"
 
     def _answer(
@@ -332,7 +332,7 @@ class DeviceSearch:
         self, rec: _Recording, Q: Tensor, columns: int, pids: Tensor | None = None, allow: Tensor | None = None
     ) -> list[list[Tensor]]:
         """Replays as often as Q [B, LQ, DIM] has lanes' worth of queries; waits once. Pids, then fp32 columns."""
-        if rec.pinned is not None:
+        if rec.pinned is not None and len(Q) == 1:
             self._load(rec, Q, pids=pids, allow=allow)
             rec.replay()
             torch.cuda.current_stream().synchronize()
@@ -458,8 +458,8 @@ class DeviceSearch:
             rec.pinned_Q = torch.empty(Q.shape, pin_memory=True)
             if count is not None:
                 rec.pinned_count = torch.ones(1, dtype=torch.int32, pin_memory=True)
-            if packs and self._pins_answers:
-                rec.pinned = torch.empty(rec.output.shape, dtype=rec.output.dtype, pin_memory=True)
+        if packs and self._pins_answers and lanes == 1:
+            rec.pinned = torch.empty(rec.output.shape, dtype=rec.output.dtype, pin_memory=True)
         try:
             with recording(self.device, self._pool) as graph:
                 if rec.pinned_Q is not None:

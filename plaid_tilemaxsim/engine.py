@@ -123,7 +123,7 @@ class SearchEngine:
         watch: gets what searches one by one measure.
         """
         Q = self._check_query(Q, 3)
-        if self._device_search is None or any(value is not None for value in filters.values()):
+        if self._device_search is None or len(Q) == 0 or any(value is not None for value in filters.values()):
             return [self.search(q, params, watch=watch, **filters) for q in Q]
         self._check_ncells(params, given=False)
         with torch.no_grad():

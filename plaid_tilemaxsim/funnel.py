@@ -15,8 +15,10 @@ CPU, ``stages_triton`` for the GPU.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -56,6 +58,8 @@ class SearchParams:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name}: expected an integer >= {least}, got {value!r}")
+        if not isinstance(self.threshold, Real) or not math.isfinite(self.threshold):
+            raise ValueError(f"threshold: expected a finite number, got {self.threshold!r}")
 
 
 def default_params(k: int) -> tuple[int, float, int]:

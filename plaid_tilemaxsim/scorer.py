@@ -238,12 +238,12 @@ class TileMaxSimScorer(IndexScorer):
         self, config: Any, Q: Tensor, k: int, *, unset: Collection[str] = ()
     ) -> list[tuple[list[int], list[float]]]:
         """``search`` for every query of Q [B, LQ, DIM], many in one launch on a GPU; equal to one by one."""
+        k, Q = _count("k", k), _check_queries(Q, least=0)
         if k == 0 or len(Q) == 0:
             return [([], [])] * len(Q)
         options = options_of(config)
-        Q = _check_queries(Q)
         engine, reachable = self._get(options)
-        params = self._params(config, options, _count("k", k), unset, given=False)
+        params = self._params(config, options, k, unset, given=False)
         allow = reachable if options.mode == "exhaustive" else None
         watch = Watch() if options.stats else None
         began = time.perf_counter()
@@ -567,7 +567,7 @@ class TileMaxSimScorer(IndexScorer):
         return SearchParams(
             k=k,
             ncells=_count("ncells", ncells),
-            threshold=float(threshold),
+            threshold=threshold,
             ndocs=ndocs,
             query_maxlen=None if query_maxlen is None else _count("query_maxlen", query_maxlen),
             mode=options.mode,
@@ -612,11 +612,11 @@ def _ranked_aligned(engine: SearchEngine, Q: Tensor, pids: Tensor, k: int | None
     return pids[order], scores[order]
 
 
-def _check_queries(Q: Any) -> Tensor:
+def _check_queries(Q: Any, least: int = 1) -> Tensor:
     if not isinstance(Q, Tensor) or Q.dim() != 3 or not Q.is_floating_point():
         got = f"{Q.dtype} {list(Q.shape)}" if isinstance(Q, Tensor) else type(Q).__name__
         raise ValueError(f"Q: expected a floating-point tensor [1, LQ, DIM], got {got}")
-    if Q.size(0) == 0 or Q.size(1) == 0:
+    if Q.size(0) < least or Q.size(1) == 0:
         raise ValueError(f"Q: expected at least one query with at least one token, got {list(Q.shape)}")
     return Q
 

@@ -54,6 +54,13 @@ def _parser() -> argparse.ArgumentParser:
 
     inspect = commands.add_parser("inspect", help="check a PLAID index, and say what it holds and where it would fit")
     inspect.add_argument("index", metavar="INDEX", help="folder of the index")
+    inspect.add_argument(
+        "--verify",
+        choices=("full", "structure"),
+        default="full",
+        help="full (the default): every byte is read and lists are compared with codes, minutes for 100 million "
+        "tokens and more; structure: small files and all sizes, a second",
+    )
     inspect.set_defaults(command=_inspect)
 
     warmup = commands.add_parser(
@@ -82,13 +89,6 @@ def _parser() -> argparse.ArgumentParser:
     pq.add_argument("--force", action="store_true", help="replace a sidecar that is in order")
     pq.set_defaults(command=_pq)
 
-    tune = commands.add_parser(
-        "tune",
-        help="measure block choices on this GPU, into a file for the scorer option `tuning`",
-        description="Tries other block choices for every kernel on synthetic data, each checked against an fp64 oracle "
-        "before it is timed, and writes those that are faster than the built-in ones. The file holds for GPUs of this "
-        """kind and is used where asked for: scorer_options={"tuning": FILE}, or PLAID_TILEMAXSIM_TUNING=FILE.""",
-    )
     shard = commands.add_parser(
         "shard",
         help="cut an index into shards, stock indexes of their own, for several machines",
@@ -100,6 +100,13 @@ def _parser() -> argparse.ArgumentParser:
     shard.add_argument("--out", metavar="DIR", help="folder for them (default: INDEX.shards)")
     shard.set_defaults(command=_shard)
 
+    tune = commands.add_parser(
+        "tune",
+        help="measure block choices on this GPU, into a file for the scorer option `tuning`",
+        description="Tries other block choices for every kernel on synthetic data, each checked against an fp64 oracle "
+        "before it is timed, and writes those that are faster than the built-in ones. The file holds for GPUs of this "
+        """kind and is used where asked for: scorer_options={"tuning": FILE}, or PLAID_TILEMAXSIM_TUNING=FILE.""",
+    )
     tune.add_argument("--out", metavar="FILE", default="tuning.json", help="file to write (default: %(default)s)")
     tune.add_argument("--only", metavar="KERNELS", help="kernels to tune, as in dense,centroid,residual,pq")
     tune.add_argument(
@@ -211,11 +218,13 @@ def _inspect(args: argparse.Namespace) -> int:
     from plaid_tilemaxsim.index.placement import describe
 
     try:
-        print(describe(args.index))
+        text, problems = describe(args.index, args.verify)
+        print(text)
     except ValueError as error:
-        print(f"plaid-tilemaxsim: {error}", file=sys.stderr)
-        return 2
-    return 0
+        problems = [str(error)]
+    for problem in problems:
+        print(f"plaid-tilemaxsim: {problem}", file=sys.stderr)
+    return 2 if problems else 0
 
 
 def _pq(args: argparse.Namespace) -> int:
@@ -234,16 +243,6 @@ def _pq(args: argparse.Namespace) -> int:
     return 0
 
 
-def _warmup(args: argparse.Namespace) -> int:
-    import time
-
-    import torch
-
-    from plaid_tilemaxsim.config import ScorerConfig
-    from plaid_tilemaxsim.engine import SearchEngine, with_defaults
-    from plaid_tilemaxsim.index.files import read_index
-    from plaid_tilemaxsim.index.pq import read_pq
-    from plaid_tilemaxsim.index.resident import load_resident
 def _shard(args: argparse.Namespace) -> int:
     from plaid_tilemaxsim.index.split import split_index
 
@@ -259,6 +258,16 @@ def _shard(args: argparse.Namespace) -> int:
     return 0
 
 
+def _warmup(args: argparse.Namespace) -> int:
+    import time
+
+    import torch
+
+    from plaid_tilemaxsim.config import ScorerConfig
+    from plaid_tilemaxsim.engine import SearchEngine, with_defaults
+    from plaid_tilemaxsim.index.files import read_index
+    from plaid_tilemaxsim.index.pq import read_pq
+    from plaid_tilemaxsim.index.resident import load_resident
 
     options = ScorerConfig.from_options(args.scorer_options)
     index = read_index(args.index, verify="structure")  # what load_resident checks by itself is left to it

@@ -253,7 +253,6 @@ def read_index(path: Path | str, *, verify: Verify = "full") -> PlaidIndex:
     if metadata.get("num_partitions", num_centroids) != num_centroids:
         got = repr(metadata["num_partitions"])[:80]
         raise invalid(metadata_file, "num_partitions", f"{num_centroids}, the rows of centroids.pt", got)
-    _check_centroids(centroids, centroids_file)
     buckets_file = folder / "buckets.pt"
     cutoffs, weights = _check_buckets(_load(buckets_file), nbits, buckets_file)
     average_file = folder / "avg_residual.pt"
@@ -282,6 +281,9 @@ def read_index(path: Path | str, *, verify: Verify = "full") -> PlaidIndex:
     else:
         files.append(ivf_file)
         ivf_pids, ivf_offsets = _check_ivf(_load(ivf_file), num_centroids, pid_start, token_start, ivf_file)
+
+    # After all shapes: this is the first to read a file of any size.
+    _check_centroids(centroids, centroids_file)
 
     doclens = torch.cat(parts)
     index = PlaidIndex(
@@ -330,6 +332,8 @@ def _read_chunk(folder: Path, number: int, pid_start: int, token_start: int, wid
     codes_file, residuals_file, metadata_file, doclens_file = _chunk_files(folder, number)
     codes = check_tensor(_load(codes_file), codes_file, "codes", (torch.int32,), (None,))
     num_tokens = codes.numel()
+    if num_tokens > INT32_MAX:
+        raise invalid(codes_file, "codes", f"at most {INT32_MAX} tokens in a chunk", num_tokens)
     value = _load(residuals_file)
     residuals = check_tensor(value, residuals_file, "residuals", (torch.uint8,), (num_tokens, width))
 
@@ -340,7 +344,7 @@ def _read_chunk(folder: Path, number: int, pid_start: int, token_start: int, wid
     if lengths and (min(lengths) < 0 or max(lengths) > num_tokens):
         odd = next(length for length in lengths if not 0 <= length <= num_tokens)
         raise invalid(doclens_file, "doclens", f"lengths in [0, {num_tokens}]", str(odd)[:80])
-    if sum(lengths) != num_tokens or num_tokens > INT32_MAX:
+    if sum(lengths) != num_tokens:
         raise invalid(doclens_file, "doclens", f"lengths adding up to the {num_tokens} codes", sum(lengths))
 
     metadata = read_json(metadata_file, dict)

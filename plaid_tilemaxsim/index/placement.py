@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plaid_tilemaxsim.index.files import PlaidIndex, read_index
+from plaid_tilemaxsim.index.files import PlaidIndex, Verify, read_index
 from plaid_tilemaxsim.index.pq import describe_pq
 
 log = logging.getLogger("plaid_tilemaxsim")
@@ -185,12 +185,13 @@ def available_memory() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def describe(path: Path | str) -> str:
-    """What the index in a folder holds, its bytes by part and the memory plans; needs no GPU.
+def describe(path: Path | str, verify: Verify = "structure") -> tuple[str, list[str]]:
+    """What the index in a folder holds, its bytes by part and the memory plans, needing no GPU; and what is wrong.
 
-    Reads it with verify="structure". Raises ValueError as read_index does.
+    Wrong can be sidecars, without which the index is searched all the same. Raises ValueError as read_index does.
     """
-    index = read_index(path, verify="structure")
+    index = read_index(path, verify=verify)
+    sidecars, problems = describe_pq(index, verify)
     T, N, C = index.num_tokens, index.num_passages, index.num_centroids
     lists = index.ivf_offsets.diff()
     sizes = {
@@ -210,7 +211,15 @@ def describe(path: Path | str) -> str:
         ("passages a centroid", f"{_quantiles(lists)}; {int((lists == 0).sum()):,} empty lists"),
         ("bytes searched", f"{index.nbytes:,} = " + ", ".join(f"{k} {v:,}" for k, v in sizes.items())),
     ]
-    rows += [("PQ sidecar", line) for line in describe_pq(index)]
+    if verify == "structure":
+        rows.append(
+            ("checked", "small files and all sizes; codes and lists when they are loaded; the rest by --verify full")
+        )
+    else:
+        rows.append(("checked", "every byte"))
+    if not (index.path / "plan.json").is_file():
+        rows.append(("plan.json", "none: search needs none, colbert-ai's coalesce.py does"))
+    rows += [("PQ sidecar", line) for line in sidecars]
     rows += [(f"plan {name}", str(plan_for(index, name)).partition(": ")[2]) for name in ("gpu", "host")]
     if torch.cuda.is_available():
         free, total = torch.cuda.mem_get_info()
@@ -219,7 +228,7 @@ def describe(path: Path | str) -> str:
     else:
         rows.append(("this GPU", "none"))
     width = max(len(name) for name, _ in rows)
-    return "\n".join([str(index.path), *(f"  {name:<{width}}  {text}" for name, text in rows)])
+    return "\n".join([str(index.path), *(f"  {name:<{width}}  {text}" for name, text in rows)]), problems
 
 
 def _quantiles(values: Tensor) -> str:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from tqdm import tqdm
 
-from plaid_tilemaxsim.index.checks import check_finite, check_int, check_tensor, invalid
+from plaid_tilemaxsim.index.checks import check_file, check_finite, check_int, check_tensor, invalid
 from plaid_tilemaxsim.index.files import PlaidIndex, Verify, read_json
 from plaid_tilemaxsim.ops.cpu import byte_table, decompress
 
@@ -201,18 +201,19 @@ def read_pq(index: PlaidIndex, m: int | None = None, *, verify: Verify = "struct
     return _read_tensors(index, described, chosen, verify)
 
 
-def describe_pq(index: PlaidIndex) -> list[str]:
-    """A line for every sidecar, those that cannot be used too."""
-    lines = []
+def describe_pq(index: PlaidIndex, verify: Verify = "structure") -> tuple[list[str], list[str]]:
+    """A line for every sidecar, and the messages of those that cannot be used."""
+    lines, problems = [], []
     for m in find_pq(index.path):
         try:
-            pq = read_pq(index, m)
+            pq = read_pq(index, m, verify=verify)
         except ValueError as error:
-            lines.append(f"M = {m}: {error}")
+            lines.append(f"M = {m}: cannot be used: {error}")
+            problems.append(str(error))
             continue
         kind = "PQ" if pq.rotation is None else "OPQ"
         lines.append(f"M = {m}: {kind}, {m} bytes a token, {pq.codes.numel():,} bytes of codes")
-    return lines
+    return lines, problems
 
 
 def _check_m(m: Any, dim: int) -> None:
@@ -344,15 +345,15 @@ def _read_tensors(index: PlaidIndex, described: dict[str, Any], m: int, verify: 
     from safetensors import safe_open
 
     file, sums = index.path / described["tensors"]["file"], described["tensors"]["sha256"]
-    if not file.is_file():
-        raise invalid(file, "file", "a file", "none")
+    check_file(file)
     try:
         with safe_open(file, framework="pt", device="cpu") as stored:
-            found = {name: stored.get_tensor(name) for name in sorted(stored.keys())}
+            names = sorted(stored.keys())
+            found = {name: stored.get_tensor(name) for name in names if name in sums}
     except Exception as error:  # whatever a damaged or hostile file provokes in the reader
-        raise invalid(file, "content", "tensors as safetensors writes them", f"{type(error).__name__}") from error
-    if sorted(found) != sorted(sums):
-        raise invalid(file, "tensors", ", ".join(sorted(sums)), ", ".join(found)[:80])
+        raise invalid(file, "content", "tensors as safetensors writes them", f"{error}"[:200]) from error
+    if names != sorted(sums):
+        raise invalid(file, "tensors", ", ".join(sorted(sums)), ", ".join(names)[:80])
     shape = (m, ENTRIES, index.dim // m)
     codebook = check_tensor(found["codebook"], file, "codebook", (torch.float16,), shape)
     codes = check_tensor(found["codes"], file, "codes", (torch.uint8,), (index.num_tokens, m))

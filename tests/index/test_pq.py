@@ -119,10 +119,11 @@ def test_the_narrowest_of_several_must_be_named(sidecar: Path) -> None:
     with pytest.raises(ValueError, match=r"expected one of M = 32, got M = 8, 16; run `plaid-tilemaxsim pq .* --m 32`"):
         pq.read_pq(index, 32)
     (sidecar / "pq16.json").write_text("{}")
-    text = describe(sidecar)
+    text, problems = describe(sidecar)
     assert "M = 8: PQ, 8 bytes a token" in text
     assert "M = 16: " in text
     assert "version: expected 1" in text
+    assert [problem for problem in problems if "pq16.json: version" in problem] == problems
 
 
 def test_none(folder: Path) -> None:
@@ -162,7 +163,7 @@ def test_another_index_is_refused(sidecar: Path) -> None:
     )
     with pytest.raises(ValueError, match=words):
         pq.read_pq(index)
-    assert "again" in describe(sidecar)
+    assert "again" in describe(sidecar)[1][0]
     pq.write_pq(index, 8, sample=600, progress=False)
     assert pq.read_pq(index).m == 8
 

@@ -278,7 +278,11 @@ def test_plan_by_free_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture, m
 def test_describe(tmp_path: Path) -> None:
     folder = make_index(tmp_path / "i", n=N, dim=96, nbits=4, C=C, empty=0.1)
     index = read_index(folder)
-    text = describe(folder)
+    text, problems = describe(folder)
+    assert not problems
+    assert "plan.json" not in text
+    (folder / "plan.json").unlink()
+    assert "plan.json" in describe(folder, "full")[0]
     for part in (
         str(folder),
         "96 dimensions, 4 bits each",

@@ -144,7 +144,7 @@ class Gate:
     """A search that tells what it was asked and waits to be let on."""
 
     def __init__(self):
-        self.asked = queue.Queue()
+        self.asked: queue.Queue[list[str]] = queue.Queue()
         self.open = threading.Event()
 
     def __call__(self, queries):

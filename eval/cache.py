@@ -69,11 +69,16 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Writes `value` under a temporary name and renames it: a reader never sees half a file."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
-        json.dump(value, file, indent=2, ensure_ascii=False)
-        file.write("\n")
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    file = tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False)  # noqa: SIM115
+    try:
+        with file:
+            json.dump(value, file, indent=2, ensure_ascii=False)
+            file.write("\n")
+        os.chmod(file.name, 0o644)
+        os.replace(file.name, path)
+    except BaseException:
+        os.unlink(file.name)
+        raise
 
 
 @contextmanager

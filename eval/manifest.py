@@ -89,8 +89,11 @@ def write_text(path: Path, text: str) -> None:
     """Write a file through a temporary sibling and a rename: a reader never sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def is_complete(folder: Path, inputs: Mapping[str, Any]) -> bool:

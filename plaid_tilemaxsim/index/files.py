@@ -224,7 +224,8 @@ def read_index(path: Path | str, *, verify: Verify = "full") -> PlaidIndex:
     "structure" checks presence, types, dtypes, shapes, counts, doclens, list lengths and all small tensors, and no
     size is believed that bytes in the file do not back. "full" also runs verify_contents. Whoever skips that must
     check codes and pids before indexing by them (load_resident does, on the device). Symbolic links must stay in the
-    folder (check_file says which else).
+    folder (check_file says which else). No file of stock tells residuals of the same shape apart: exchanged between two
+    chunks, or written anew, they are another index in order.
     The metadata's num_embeddings is not used, since stock's IndexUpdater gets it wrong: sizes come from codes
     and doclens. Raises ValueError naming file, field, expected and got.
     """

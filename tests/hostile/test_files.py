@@ -7,6 +7,7 @@ What a file claims is never allocated, and no pickle runs.
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import os
@@ -86,9 +87,9 @@ def expected(index: Path) -> dict[str, Ranking]:
 def folder(index: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A copy of the index, in a working directory of its own, where payloads would leave their mark."""
     place = index.parent / "copy"
-    copy = Path(shutil.copytree(index, place / "i"))
+    copied = Path(shutil.copytree(index, place / "i"))
     monkeypatch.chdir(place)
-    yield copy
+    yield copied
     shutil.rmtree(place)
 
 
@@ -173,7 +174,19 @@ def write(name: str, content: bytes) -> Do:
 
 
 def unlink(*names: str) -> Do:
-    return lambda folder: [at(folder, name).unlink() for name in names]
+    return both(*(lambda folder, name=name: at(folder, name).unlink() for name in names))
+
+
+def zeros(name: str) -> Do:
+    return lambda folder: (folder / name).write_bytes(bytes((folder / name).stat().st_size))
+
+
+def copy(name: str, to: str) -> Do:
+    return lambda folder: shutil.copy(folder / name, folder / to)
+
+
+def link_to(target: str) -> Callable[[Path], object]:
+    return lambda file: file.symlink_to(target)
 
 
 def cut(name: str, share: float, but: int = 0) -> Do:
@@ -327,7 +340,7 @@ def mutations() -> Iterator[Mutation]:
         yield missing
         yield Mutation(f"{shown} linked out of the folder", link_out(name), shown, "file")
     for name in PT:
-        yield Mutation(f"{name} as zeros", lambda f, n=name: (f / n).write_bytes(bytes((f / n).stat().st_size)), name)
+        yield Mutation(f"{name} as zeros", zeros(name), name)
         # Two bits each in the local header, the pickle, the data, the directory and the end.
         for place in (3, 40, 130, 200, 0.5, -400, -300, -140, -90, -50, -10):
             yield Mutation(f"{name} bit flipped at {place}", flip(name, place, int(abs(place * 10)) % 8))
@@ -358,10 +371,10 @@ def of_places() -> Iterator[Mutation]:
     inside = both(lambda f: (f / "0.codes.pt").rename(f / "inside"), lambda f: (f / "0.codes.pt").symlink_to("inside"))
     yield Mutation("0.codes.pt linked inside the folder", inside, harmless=True)
     for name, target in (("ivf.pid.pt", "nowhere"), ("buckets.pt", "buckets.pt")):
-        yield Mutation(f"{name} linked to {target}", instead(name, lambda f, t=target: f.symlink_to(t)), name, "file")
-    device = instead("doclens.0.json", lambda f: f.symlink_to("/dev/zero"))
+        yield Mutation(f"{name} linked to {target}", instead(name, link_to(target)), name, "file")
+    device = instead("doclens.0.json", link_to("/dev/zero"))
     yield Mutation("doclens.0.json linked to a device", device, "doclens.0.json", "file")
-    up = instead("metadata.json", lambda f: f.symlink_to("../../../../../../etc/passwd"))
+    up = instead("metadata.json", link_to("../../../../../../etc/passwd"))
     yield Mutation("metadata.json linked upwards", up, "metadata.json", "file")
     for name in ("metadata.json", "1.residuals.pt", "pq8.json"):
         yield Mutation(f"{name} a folder", instead(name, Path.mkdir), name, "file")
@@ -410,9 +423,9 @@ def of_chunks() -> Iterator[Mutation]:
         tensor_files = both(*(swap(kind.format(first), kind.format(second)) for kind in PER_CHUNK[:2]))
         yield Mutation(f"codes and residuals of {first} and {second} swapped", tensor_files)
     for more in ("3", "00", "01", "\u0663", "7", "99999999999999999999"):
-        copy = lambda f, m=more: shutil.copy(f / "0.codes.pt", f / f"{m}.codes.pt")  # noqa: E731
-        yield Mutation(f"another chunk {more!a}", copy, "metadata.json", "num_chunks")
-    twice = both(*(lambda f, k=kind: shutil.copy(f / k.format(2), f / k.format(3)) for kind in PER_CHUNK))
+        another_chunk = copy("0.codes.pt", f"{more}.codes.pt")
+        yield Mutation(f"another chunk {more!a}", another_chunk, "metadata.json", "num_chunks")
+    twice = both(*(copy(kind.format(2), kind.format(3)) for kind in PER_CHUNK))
     yield Mutation("the last chunk twice", twice, "metadata.json", "num_chunks")
     counted = both(twice, edit("metadata.json", key("num_chunks", 4)))
     yield Mutation("the last chunk twice, and counted", counted, "3.metadata.json", "passage_offset")
@@ -727,19 +740,19 @@ def archive(name: str, value: Any, *sizes: int, stated: int | None = None, head:
     def do(folder: Path) -> None:
         pickled = io.BytesIO()
         TensorPickler(pickled, 2, fix_imports=False).dump(value)
-        records = [("x/data.pkl", pickled.getvalue(), None), ("x/version", b"3\n", None)]
         heads = dict(enumerate(head))
+        records = [("x/data.pkl", pickled.getvalue(), 0), ("x/version", b"3\n", 0)]
         records += [(f"x/data/{i}", heads.get(i, b""), size) for i, size in enumerate(sizes or (64,))]
         directory = b""
         with (folder / name).open("wb") as out:
             for record, content, hole in records:
-                size = len(content) if hole is None else hole
+                size = max(len(content), hole)
                 start, crc = out.tell(), zlib.crc32(content)
                 pad = bytes(-(start + 30 + len(record)) % 64)
                 local = (20, 0, 0, 0, 0, crc, 0xFFFFFFFF, 0xFFFFFFFF, len(record), len(pad))
                 out.write(struct.pack("<4s5H3I2H", b"PK\3\4", *local) + record.encode() + pad + content)
                 out.seek(size - len(content), os.SEEK_CUR)
-                said = size if hole is None or stated is None else stated
+                said = stated if hole and stated else size
                 extra = struct.pack("<2H3Q", 1, 24, said, said, start)
                 entry = (20, 20, 0, 0, 0, 0, crc, *[0xFFFFFFFF] * 2, len(record), len(extra), 0, 0, 0, 0, 0xFFFFFFFF)
                 directory += struct.pack("<4s6H3I5H2I", b"PK\1\2", *entry) + record.encode() + extra
@@ -761,6 +774,10 @@ def header_of(length: int) -> Do:
         file.write_bytes(length.to_bytes(8, "little") + file.read_bytes()[8:])
 
     return do
+
+
+def inflating(record: str) -> Callable[[dict[str, bytes]], dict[str, bytes]]:
+    return lambda held: held | {name: bytes(1 << 27) for name in held if name.endswith(record)}
 
 
 def nested(levels: int) -> Any:
@@ -796,9 +813,7 @@ def claims() -> Iterator[Mutation]:
     wide = archive("centroids.pt", tensor(half, 2**31, DIM))
     yield Mutation("centroids.pt claims rows", wide, "centroids.pt", "content")
     for record, name in (("data.pkl", codes), ("data/0", residuals)):
-        bomb = rezip(
-            name, lambda x, r=record: x | {k: bytes(1 << 27) for k in x if k.endswith(r)}, zipfile.ZIP_DEFLATED
-        )
+        bomb = rezip(name, inflating(record), zipfile.ZIP_DEFLATED)
         yield Mutation(f"{name} inflates {record}", bomb, name, "content")
     for name in (*JSON[:4], "pq8.json"):
         yield Mutation(f"{name} of holes", sparse(name), name, "content")
@@ -837,7 +852,7 @@ def bounds(megabytes: int, seconds: float, mapped: bool) -> Iterator[None]:
         pytest.skip("needs /proc/self/clear_refs, which resets the peak of resident memory")
 
     def status(name: str) -> int:
-        return int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+        return int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0]) << 10
 
     limits = resource.getrlimit(resource.RLIMIT_AS)
     clear.write_text("5")
@@ -934,3 +949,23 @@ def test_every_byte_of_a_tensor_file(folder: Path) -> None:
         assert torch.equal(found[1], weights)
     # Most of the file is padding, which nobody reads.
     assert len(content) // 4 < refused < len(content)
+
+
+def test_no_unpickler_in_the_code() -> None:
+    """torch.load is weights_only everywhere, numpy.load takes no pickles, and nothing else reads any."""
+    root = Path(files.__file__).parents[2]
+    seen = 0
+    for source in (*root.glob("plaid_tilemaxsim/**/*.py"), *root.glob("eval/**/*.py"), *root.glob("scripts/**/*.py")):
+        for node in ast.walk(ast.parse(source.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            called = ast.unparse(node.func)
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            where = f"{source}:{node.lineno}"
+            assert called not in ("pickle.load", "pickle.loads", "pickle.Unpickler", "joblib.load"), where
+            if called == "torch.load":
+                assert given.get("weights_only") == "True", where
+                seen += 1
+            if called in ("np.load", "numpy.load"):
+                assert given.get("allow_pickle") == "False", where
+    assert seen >= 2

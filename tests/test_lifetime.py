@@ -21,6 +21,7 @@ from plaid_tilemaxsim.index.stamps import fingerprint
 from tests.colbert_fixtures import checkpoint, collection, enabled, index, stock_extensions  # noqa: F401
 from tests.synthetic import make_index, make_queries
 
+pytestmark = pytest.mark.usefixtures("device")  # on a GPU where there is one
 USE_GPU = torch.cuda.is_available()
 
 
@@ -352,7 +353,7 @@ class TestLoad:
             def load(*args, **kwargs):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB")
 
-            patch.setattr(resident, "load_resident", load)
+            patch.setattr(SearchEngine, "__init__", load)
             expected = "would fit: gpu, host, disk" if USE_GPU else "of host memory are available"
             with pytest.raises(RuntimeError, match=f"index: .*Tried to allocate 7 GiB; .*{expected}"):
                 ranker.rank(settings(), Q, k=3)

@@ -11,6 +11,7 @@ from plaid_tilemaxsim import TileMaxSimScorer
 from plaid_tilemaxsim.stats import SearchStats, Watch
 from tests.synthetic import make_index, make_queries
 
+pytestmark = pytest.mark.usefixtures("device")  # on a GPU where there is one
 USE_GPU = torch.cuda.is_available()
 EXPECTED = {
     "plaid": ["centroids", "candidates", "prune", "exact", "topk"],

@@ -9,7 +9,7 @@ from plaid_tilemaxsim import TileMaxSimScorer
 from plaid_tilemaxsim.index.pq import read_pq, write_pq
 from tests.colbert_fixtures import checkpoint, collection, enabled, index, stock_extensions  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("enabled", "stock_extensions")
+pytestmark = pytest.mark.usefixtures("device", "enabled", "stock_extensions")
 USE_GPU = torch.cuda.is_available()
 
 

@@ -173,10 +173,11 @@ class BatchSearch:
         found: dict[int, tuple[list[int], list[float]]] = {}
         together: dict[int, list[int]] = {}
         for i, query in enumerate(queries):
+            k = self._shared_k(query.k)
             if query.pids is None:
-                together.setdefault(self._shared_k(query.k), []).append(i)
+                together.setdefault(k, []).append(i)
             else:
-                found[i] = ranker.search(config, Q[i : i + 1], query.k, pids=query.pids)
+                found[i] = ranker.search(config, Q[i : i + 1], k, pids=query.pids)
         for k, members in together.items():
             if len(members) == 1:  # has a faster way than a batch
                 found[members[0]] = ranker.search(config, Q[members[0]][None], k)
@@ -198,6 +199,8 @@ class BatchSearch:
         for k in {min(n, self._max_k) for n in (10, 100, 1000)}:
             for n in {*sizes, max_batch}:
                 self([Query("warm up", k)] * n)
+            if self._searcher.ranker.num_passages:
+                self([Query("warm up", k, [0])])
 
 
 def create_app(searcher: Any, limits: Limits | None = None, texts: Sequence[str] | None = None) -> FastAPI:

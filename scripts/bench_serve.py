@@ -1,14 +1,14 @@
 """`plaid-tilemaxsim serve` under load on loopback: latency, throughput, and whether every answer is a direct search's.
 
-    python scripts/bench_serve.py --out eval/results/cpu_serve.json
-    python scripts/bench_serve.py --index INDEX --checkpoint CHECKPOINT --queries queries.tsv --clients 1 16 64 \
-        --out eval/results/h200_serve.json
+    python scripts/bench_serve.py --index INDEX --checkpoint CHECKPOINT --queries queries.jsonl --out cpu_serve.json
+    python scripts/bench_serve.py --index idx/msmarco-size --passages 8841823 --checkpoint random \
+        --scorer-options '{"encoder": "fast"}' --clients 1 16 64 --out eval/results/h200_serve.json
 
-Without --index: a small index and checkpoint, made at once. Without --queries: random words of the checkpoint's
-vocabulary. First every query is searched directly, by a Searcher in this process; then a server of its own answers
-them over HTTP. Clients are closed loops: each sends its next query when its last is answered. A time is a client's,
-from the first byte sent to the last byte parsed; serve_* figures are those of the last number of clients,
-serve_*_clientsN of each.
+Without --index: a small index and checkpoint, made at once. --checkpoint random: one of BERT-base's size whose
+encodings lie where the index's centroids lie. Without --queries: random words of the checkpoint's vocabulary. First
+every query is searched directly, by a Searcher in this process; then a server of its own answers them over HTTP.
+Clients are closed loops: each sends its next query when its last is answered. A time is a client's, from the first
+byte sent to the last byte parsed; serve_* figures are those of the last number of clients, serve_*_clientsN of each.
 
 The run is correct if there was no error, every request for scores of given pids got the direct ones, and searches
 found the direct results outside ties, but for a share of 1 - LEAST_AGREEMENT on a GPU: there fp16 encoding rounds
@@ -36,10 +36,13 @@ from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from eval.cache import write_json
 from eval.latency import summary
-from eval.manifest import environment
+from plaid_tilemaxsim.index.files import read_index
 from plaid_tilemaxsim.serve import open_searcher
+from scripts.ab_latency import conclude, described, recorded
+from scripts.bench_text import place
+from scripts.make_synthetic_index import make_index as make_large_index
+from tests.synthetic import make_checkpoint, make_index
 
 ROOT = Path(__file__).resolve().parent.parent
 # Largest difference of a score of 32 query tokens: encodings in fp32 differ in their last bits, those in fp16 by
@@ -127,10 +130,22 @@ def random_queries(searcher: Any, n: int) -> list[str]:
 
 def small_index(folder: Path) -> Path:
     """2,000 passages of random vectors, and a checkpoint of random weights."""
-    from tests.synthetic import make_checkpoint, make_index
-
-    checkpoint = make_checkpoint(folder / "checkpoint", dim=128, hidden=128)
+    checkpoint = make_checkpoint(folder / "small", dim=128, hidden=128)
     return make_index(folder / "index", n=2000, dim=128, C=512, mean_doclen=60, max_doclen=180, checkpoint=checkpoint)
+
+
+def open_random(index: Path, folder: Path, layers: int, hidden: int, options: Mapping[str, Any]) -> Any:
+    """A Searcher with a checkpoint of random weights, made in ``folder``, that encodes to where the centroids lie."""
+    from safetensors.torch import save_file
+
+    centroids = read_index(index, verify="structure").centroids
+    bert = {"num_attention_heads": hidden // 64, "intermediate_size": 4 * hidden, "vocab_size": 30522}
+    make_checkpoint(folder, dim=centroids.size(1), hidden=hidden, layers=layers, **bert)
+    searcher, _ = open_searcher(index, checkpoint=str(folder), scorer_options=options)
+    place(searcher.checkpoint, centroids, random_queries(searcher, 50))
+    weights = {name: tensor.cpu().contiguous() for name, tensor in searcher.checkpoint.model.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return searcher
 
 
 def direct(searcher: Any, texts: Sequence[str], k: int, given: Sequence[int]) -> tuple[list[Ranked], list[Ranked], Any]:
@@ -152,10 +167,13 @@ def ranked(answers: Sequence[tuple[int, Any, float]]) -> list[Ranked]:
     return [(pids, [-math.inf if score is None else score for score in scores]) for pids, scores in rows]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--index", type=Path, help="folder of an index (default: a small one is made)")
-    parser.add_argument("--checkpoint", help="of the queries (default: the one that the index names)")
+    parser.add_argument("--index", type=Path, help="folder of an index (default: a small one)")
+    parser.add_argument("--passages", type=int, help="make a synthetic index of so many where --index is missing")
+    parser.add_argument("--checkpoint", help="a folder or `random` (default: the one that the index names)")
+    parser.add_argument("--layers", type=int, default=12, help="of a random checkpoint")
+    parser.add_argument("--hidden", type=int, default=768, help="of a random checkpoint")
     parser.add_argument("--queries", type=Path, help=".tsv or .jsonl (default: random words)")
     parser.add_argument("--k", type=int, default=10)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 16])
@@ -173,14 +191,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures: dict[str, float] = {}
     detail: dict[str, Any] = {}
     problems: list[str] = []
-    with tempfile.TemporaryDirectory() as folder:
-        index = (args.index or small_index(Path(folder))).resolve()
-        options = json.loads(args.scorer_options)
-        searcher, _ = open_searcher(index, checkpoint=args.checkpoint, scorer_options=options)
-        passages = searcher.ranker.num_passages
-        texts = (read_queries(args.queries) if args.queries else random_queries(searcher, args.distinct))[
-            : args.distinct
-        ]
+    options = json.loads(args.scorer_options)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        if args.index and args.passages and not args.index.exists():
+            make_large_index(args.index, passages=args.passages, device=where, progress=False)
+        index = (args.index or small_index(folder)).resolve()
+        checkpoint = args.checkpoint
+        if checkpoint == "random":
+            checkpoint = str(folder / "random")
+            searcher = open_random(index, Path(checkpoint), args.layers, args.hidden, options)
+        else:
+            searcher, _ = open_searcher(index, checkpoint=checkpoint, scorer_options=options)
+        passages, about = searcher.ranker.num_passages, described(index, read_index(index, verify="structure"))
+        texts = read_queries(args.queries) if args.queries else random_queries(searcher, args.distinct)
+        texts = texts[: args.distinct]
         given = random.Random(1).sample(range(passages), min(200, passages))
         direct(searcher, texts[:5], args.k, given)  # warm
         wanted, scored, times = direct(searcher, texts, args.k, given)
@@ -189,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         detail["direct_ms"] = summary(times)
 
         more = ["--scorer-options", args.scorer_options, *args.options.split()]
-        more += ["--checkpoint", args.checkpoint] if args.checkpoint else []
+        more += ["--checkpoint", checkpoint] if checkpoint else []
         with server(index, *more) as address:
             errors, same, searches = 0, 0, 0
             for clients in args.clients:
@@ -226,20 +251,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(texts) > 1 and sum(turned) > len(turned) / 2:
         problems.append("answers to other queries pass the comparison")
 
-    ran = environment()
-    words = [Path(word).name if Path(word).is_absolute() else word for word in ran.pop("argv")]
-    ran["command"] = " ".join(["python", *words])
-    if args.commit:
-        ran["commit"] = args.commit
-    print({name: round(value, 3) for name, value in figures.items()})
-    print("correct:", not problems, *problems, sep="\n  ")
-    if args.out:
-        about = {"name": args.index.name if args.index else "small", "passages": passages}
-        result = {"correct": not problems, "problems": problems, "figures": figures, "detail": detail}
-        settings = {"k": args.k, "requests": args.requests, "clients": args.clients, "scorer_options": options}
-        write_json(args.out, {**result, "index": about, **settings, **ran})
-    return bool(problems)
+    conclude(
+        {
+            "problems": problems,
+            "figures": figures,
+            "detail": detail,
+            "index": about,
+            "k": args.k,
+            "requests": args.requests,
+            "clients": args.clients,
+            "scorer_options": options,
+            **recorded(args.commit),
+        },
+        args.out,
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

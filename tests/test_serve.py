@@ -425,7 +425,7 @@ class TestCommand:
     def test_load_meets_the_script_s_checks(self, index, checkpoint, tmp_path):  # noqa: F811
         out = tmp_path / "serve.json"
         arguments = ["--index", index, "--checkpoint", checkpoint, "--requests", 150, "--distinct", 30, "--out", out]
-        assert bench_serve.main([str(word) for word in [*arguments, "--clients", 8]]) == 0
+        bench_serve.main([str(word) for word in [*arguments, "--clients", 8]])  # exits with 1 if something is wrong
         result = json.loads(out.read_text())
         assert result["correct"]
         figures = result["figures"]

@@ -87,7 +87,7 @@ def split_index(path: Path | str, n: int, out: Path | str, *, progress: bool = T
     needed = missing * (4 + index.dim * index.nbits // 8) + 4 * index.ivf_pids.numel()
     if shutil.disk_usage(out).free < needed:
         raise invalid(out, "disk", f"room for {needed} bytes", f"{shutil.disk_usage(out).free} free")
-    shards = []
+    shards: list[Shard] = []
     with tqdm(total=missing, desc="shards", unit=" tokens", unit_scale=True, disable=not progress) as bar:
         for (begin, end), shard in _pairs(bounds, done):
             name = _name(len(shards))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -47,6 +48,10 @@ class ScorerConfig:
     encoder     of the texts given to a Searcher: "fast" records the model as CUDA graphs, with embeddings that equal
                 stock's up to the rounding of fp16 (on a CPU it is stock's model as it is); "stock" is colbert-ai's
     stats       measure the stages of each search, into the scorer's ``last_search_stats``
+    devices     where to search: GPU numbers or "cuda:N", or "cpu"s. Several share the index, a shard each, and find
+                what one would; replicas divide them evenly, in this order. None: the current GPU, or the CPU
+    replicas    independent copies of the index, over which batches are split and concurrent searches spread; without
+                ``devices`` each on a GPU of its own
 
     The environment variable PLAID_TILEMAXSIM_<NAME> sets the default of option <name>.
     Raises ValueError with the valid names or values.
@@ -62,6 +67,8 @@ class ScorerConfig:
     tuning: str | None = None
     encoder: str = "stock"
     stats: bool = False
+    devices: tuple[str, ...] | None = None
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         for name, valid in _CHOICES.items():
@@ -86,6 +93,9 @@ class ScorerConfig:
             raise ValueError(f"scorer option tuning: expected None or the path of a file, got {self.tuning!r}")
         if not isinstance(self.stats, bool):
             raise ValueError(f"scorer option stats: expected True or False, got {self.stats!r}")
+        object.__setattr__(self, "devices", _device_names(self.devices))
+        if type(self.replicas) is not int or self.replicas < 1:
+            raise ValueError(f"scorer option replicas: expected an integer >= 1, got {self.replicas!r}")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | ScorerConfig | None) -> ScorerConfig:
@@ -113,12 +123,37 @@ def _from_environment() -> dict[str, Any]:
             continue
         if name in _CHOICES and text not in _CHOICES[name]:
             raise ValueError(f"{variable}: expected one of {list(_CHOICES[name])}, got {text!r}")
-        if name in _INTEGERS and not text.isdecimal():
+        if name in (*_INTEGERS, "replicas") and not text.isdecimal():
             raise ValueError(f"{variable}: expected an integer >= 1, got {text!r}")
         if name == "stats" and text not in _FLAGS:
             raise ValueError(f"{variable}: expected 0 or 1, got {text!r}")
-        given[name] = int(text) if name in _INTEGERS else _FLAGS[text] if name == "stats" else text
+        if name == "stats":
+            given[name] = _FLAGS[text]
+        elif name == "devices":
+            given[name] = [int(word) if word.isdecimal() else word for word in text.split(",")]
+        else:
+            given[name] = int(text) if name in (*_INTEGERS, "replicas") else text
     return given
+
+
+def _device_names(devices: Any) -> tuple[str, ...] | None:
+    """Names as torch writes them; whether there is such a device is found out when an index is loaded."""
+    if devices is None:
+        return None
+    wrong = not isinstance(devices, (list, tuple)) or not devices
+    names = []
+    for device in () if wrong else devices:
+        if type(device) is int and device >= 0:
+            device = f"cuda:{device}"
+        if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda:(0|[1-9]\d{0,2})", device):
+            wrong = True
+            break
+        names.append(device)
+    if wrong:
+        raise ValueError(
+            f'scorer option devices: expected None or a list of GPU numbers, "cuda:N" or "cpu", got {devices!r}'
+        )
+    return tuple(names)
 
 
 def check_scorer(name: Any) -> str:

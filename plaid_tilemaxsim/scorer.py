@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from plaid_tilemaxsim.encoder import QueryEncoder
     from plaid_tilemaxsim.engine import SearchEngine, SearchParams
     from plaid_tilemaxsim.index.files import PlaidIndex
-    from plaid_tilemaxsim.index.resident import ResidentIndex
 
 logger = logging.getLogger("plaid_tilemaxsim")
 
@@ -46,7 +45,7 @@ _STOCK_ATTRIBUTES = frozenset({"codec", "ivf", "doclens", "embeddings", "embeddi
 
 # Engines of one index that are kept side by side: the newest ones of other codecs, placements and implementations.
 MOST_ENGINES = 4
-Key = tuple[str, int | None, str, str, str | None]
+Key = tuple[str, int | None, str, str, str | None, tuple[str, ...] | None, int]
 
 
 @dataclass(frozen=True)
@@ -62,22 +61,24 @@ class _Loaded:
 
 
 def _build_engine(
-    index: PlaidIndex, device: torch.device, options: ScorerConfig, shared: Sequence[ResidentIndex] = ()
+    index: PlaidIndex, groups: list[list[torch.device]], options: ScorerConfig, shared: Sequence[SearchEngine] = ()
 ) -> SearchEngine:
-    from plaid_tilemaxsim.engine import SearchEngine
+    """On the devices of ``sharded.resolve_devices``. shared: engines of the same index."""
     from plaid_tilemaxsim.index.files import Verify
     from plaid_tilemaxsim.index.placement import needs
     from plaid_tilemaxsim.index.pq import read_pq
-    from plaid_tilemaxsim.index.resident import load_resident
+    from plaid_tilemaxsim.sharded import build_engine
 
+    device = groups[0][0]
     if options.tuning is not None:
         from plaid_tilemaxsim.ops import tuning
 
         tuning.load(options.tuning, device)
     pq = read_pq(index, options.pq_m, verify=cast(Verify, options.verify)) if options.codec == "pq" else None
     try:
-        resident = load_resident(index, device, options.placement, codec=options.codec, pq=pq, shared=shared)
-        return SearchEngine(resident, impl=options.impl)
+        return build_engine(
+            index, groups, options.placement, codec=options.codec, pq=pq, impl=options.impl, shared=shared
+        )
     except torch.OutOfMemoryError as error:
         reason = faults.first_line(error)
     # The plan had found room for it; what it holds is freed by now.
@@ -456,7 +457,8 @@ class TileMaxSimScorer(IndexScorer):
         """
         from plaid_tilemaxsim.index.stamps import fingerprint
 
-        key = options.codec, options.pq_m, options.placement, options.impl, options.tuning
+        places = options.devices, options.replicas
+        key = options.codec, options.pq_m, options.placement, options.impl, options.tuning, *places
         found = self._find(key)
         if found is not None:
             return found
@@ -481,7 +483,7 @@ class TileMaxSimScorer(IndexScorer):
                 reachable = torch.zeros(index.num_passages, dtype=torch.bool)
                 reachable[index.ivf_pids.long()] = True
             kept: dict[Key, SearchEngine] = {} if loaded is None else dict(loaded.engines)
-            same = (one for other, one in kept.items() if other[-1] == key[-1] and _same_engine(one, options))
+            same = (one for other, one in kept.items() if other[4:] == key[4:] and _same_engine(one, options))
             engine = next(same, None)
             if engine is None:
                 engine = self._build(index, options, kept)
@@ -499,19 +501,25 @@ class TileMaxSimScorer(IndexScorer):
         """An engine beside those kept, on their device; empties ``kept`` where memory is too small for that."""
         if options.encoder == "fast" and not is_enabled():
             self._once(logging.WARNING, 'encoder="fast" needs plaid_tilemaxsim.enable(); until then stock encodes')
-        device = torch.device("cuda", torch.cuda.current_device()) if self._on_gpu() else torch.device("cpu")
+        from plaid_tilemaxsim.sharded import resolve_devices
+
+        on_gpu = options.devices is None and self._on_gpu()
+        groups = resolve_devices(options.devices, options.replicas, on_gpu)
+        alike = (one for key, one in kept.items() if key[5:] == (options.devices, options.replicas))
+        first = next(alike, None)
+        if first is not None and options.devices is None and options.replicas == 1:
+            groups = [[first.device]]  # not the GPU that happens to be the current one now
         others = list(kept.values())
         if not others:
-            return _build_engine(index, device, options)
-        device = others[0].device
+            return _build_engine(index, groups, options)
         try:
-            return _build_engine(index, device, options, [engine.index for engine in others])
+            return _build_engine(index, groups, options, others)
         except RuntimeError:
             kept.clear()
             others.clear()
             self._loaded = None
         gc.collect()  # recordings refer to the engine that holds them
-        return _build_engine(index, device, options)
+        return _build_engine(index, groups, options)
 
     def _find(self, key: Key) -> tuple[SearchEngine, Tensor | None] | None:
         loaded = self._loaded

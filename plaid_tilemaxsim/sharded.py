@@ -27,6 +27,7 @@ from torch import Tensor
 
 from plaid_tilemaxsim.engine import SearchEngine, score_aligned
 from plaid_tilemaxsim.funnel import SearchParams
+from plaid_tilemaxsim.graphs import Turns, recording
 from plaid_tilemaxsim.index.resident import ResidentIndex, load_resident
 from plaid_tilemaxsim.index.shards import ShardedIndex, load_shards
 from plaid_tilemaxsim.merge import Survivors, merge
@@ -275,13 +276,12 @@ class DeviceShards(Shards):
     def __init__(self, index: ShardedIndex) -> None:
         super().__init__(index)
         self._shards = [_on_device(shard) for shard in index.shards]
-        self._lock = threading.RLock()
+        self._turns = Turns(self.device)
         self._on_gpu = self.device.type == "cuda"
         self._streams = [torch.cuda.Stream(shard.device) for shard in index.shards] if self._on_gpu else []
         self._records = all(shard.records for shard in self._shards)
         self._merges: OrderedDict[tuple[Any, ...], _Merge] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
-        self._last: torch.cuda.Stream | None = None
 
     def exact_scorer(self, shard: int) -> ExactScorer:
         return self._shards[shard].stages.exact_scorer
@@ -313,7 +313,7 @@ class DeviceShards(Shards):
                 shard.make_room()
 
     def close(self) -> None:
-        with self._lock:
+        with self._turns.take():
             self._merges.clear()
             for shard in self._shards:
                 shard.close()
@@ -322,21 +322,13 @@ class DeviceShards(Shards):
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
         """All devices for one caller, after the work of the caller before."""
-        with self._lock:
-            if not self._on_gpu:
+        with self._turns.take():
+            try:
                 yield
-                return
-            with torch.cuda.device(self.device):
-                here = torch.cuda.current_stream()
-                if self._last is not None and self._last != here:
-                    here.wait_stream(self._last)
-                self._last = here
-                try:
-                    yield
-                except BaseException:
-                    for stream in self._streams:  # what is under way reads buffers that the next search writes
-                        stream.synchronize()
-                    raise
+            except BaseException:
+                for stream in self._streams:  # what is under way reads buffers that the next search writes
+                    stream.synchronize()
+                raise
 
     @contextlib.contextmanager
     def _apart(self, shard: int, after: torch.cuda.Event | None = None) -> Iterator[None]:
@@ -441,12 +433,11 @@ class DeviceShards(Shards):
             return merging
         if lanes == 1:
             merging.pinned = torch.empty(merging.packed.shape, dtype=torch.int32, pin_memory=True)
-        torch.cuda.synchronize(self.device)
-        merging.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(merging.graph, pool=self._pool, capture_error_mode="thread_local"):
+        with recording(self.device, self._pool) as graph:
             merging.packed = run()
             if merging.pinned is not None:
                 merging.pinned.copy_(merging.packed, non_blocking=True)
+        merging.graph = graph
         return merging
 
     def _scored(self, Q: Tensor, lists: list[tuple[int, Tensor]]) -> list[Tensor]:
@@ -487,7 +478,7 @@ def _unpacked(row: Tensor) -> tuple[Tensor, Tensor]:
     return row[1 : 1 + n].clone(), row[1 + k : 1 + k + n].view(torch.float32).clone()
 
 
-class Replicas:
+class Replicas(SearchEngine):
     """Independent copies of an engine, for throughput: batches are split over them, searches go to an idle one.
 
     engines: equal ones, each a ``SearchEngine``; answers are those of the first. What is returned on a device is on
@@ -615,8 +606,8 @@ def build_engine(
     codec: str = "residual",
     pq: PQ | None = None,
     impl: str = "auto",
-    shared: Sequence[Any] = (),
-) -> SearchEngine | Replicas:
+    shared: Sequence[SearchEngine] = (),
+) -> SearchEngine:
     """An engine over the devices of ``resolve_devices``: shards where a group has several, replicas of several groups.
 
     shared: engines of the same index. The rest, and what is raised, is as for ``load_resident`` and ``load_shards``.

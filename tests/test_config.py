@@ -18,6 +18,13 @@ def test_options_are_taken():
     assert ScorerConfig.from_options(config) == config
 
 
+def test_devices_have_one_name_each():
+    config = ScorerConfig.from_options({"devices": [0, "cuda:1", "cpu"], "replicas": 3})
+    assert config.devices == ("cuda:0", "cuda:1", "cpu")
+    assert ScorerConfig.from_options(config) == config
+    assert hash(config) is not None
+
+
 def test_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         ScorerConfig().mode = "rerank"  # type: ignore[misc]
@@ -47,6 +54,14 @@ def test_is_frozen():
         ({"tuning": 7}, "tuning: expected None or the path of a file, got 7"),
         ({"tuning": ""}, "tuning: expected None or the path of a file, got ''"),
         ({"stats": 1}, "stats: expected True or False, got 1"),
+        ({"devices": []}, r"devices: expected None or a list of GPU numbers, .*, got \[\]"),
+        ({"devices": 0}, "devices: .*, got 0"),
+        ({"devices": "cuda:0"}, "devices: .*, got 'cuda:0'"),
+        ({"devices": [0, -1]}, r"devices: .*, got \[0, -1\]"),
+        ({"devices": [True]}, r"devices: .*, got \[True\]"),
+        ({"devices": ["tpu"]}, r"devices: .*, got \['tpu'\]"),
+        ({"replicas": 0}, "replicas: expected an integer >= 1, got 0"),
+        ({"replicas": None}, "replicas: expected an integer >= 1, got None"),
         ("exhaustive", "scorer_options: expected a dict or None, got str"),
     ],
 )
@@ -67,13 +82,18 @@ def test_environment_sets_defaults(monkeypatch):
     monkeypatch.delenv("PLAID_TILEMAXSIM_PQ_M")
     assert ScorerConfig.from_options(None) == ScorerConfig(mode="exhaustive", prefilter=64)
     assert ScorerConfig.from_options({"prefilter": 8}).prefilter == 8
+    monkeypatch.setenv("PLAID_TILEMAXSIM_DEVICES", "0,cuda:2")
+    monkeypatch.setenv("PLAID_TILEMAXSIM_REPLICAS", "2")
+    assert ScorerConfig.from_options(None).devices == ("cuda:0", "cuda:2")
+    assert ScorerConfig.from_options(None).replicas == 2
     for text, value in (("1", True), ("0", False)):
         monkeypatch.setenv("PLAID_TILEMAXSIM_STATS", text)
         assert ScorerConfig.from_options(None).stats is value
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"), [("MODE", "fast"), ("PREFILTER", "many"), ("CODEC", "opq"), ("PQ_M", "x"), ("STATS", "yes")]
+    ("variable", "value"),
+    [("MODE", "fast"), ("PREFILTER", "many"), ("CODEC", "opq"), ("PQ_M", "x"), ("STATS", "yes"), ("REPLICAS", "x")],
 )
 def test_environment_is_checked(monkeypatch, variable, value):
     monkeypatch.setenv(f"PLAID_TILEMAXSIM_{variable}", value)

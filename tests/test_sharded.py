@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from plaid_tilemaxsim.index.resident import load_resident
 from plaid_tilemaxsim.index.shards import ShardedIndex, load_shards, with_inverse_norms
 from plaid_tilemaxsim.ops import reference
 from plaid_tilemaxsim.sharded import Replicas, ShardedEngine, build_engine, resolve_devices
-from tests.synthetic import make_index
+from tests.synthetic import make_index, make_queries
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda:0" if ON_GPU else "cpu"
@@ -227,7 +228,7 @@ def test_shares_what_other_codecs_hold(index: PlaidIndex) -> None:
     groups = [[torch.device(DEVICE)] * 2]
     first = build_engine(index, groups)
     second = build_engine(index, groups, codec="dense", shared=[first])
-    for ours, theirs in zip(second.index.shards, first.index.shards):  # type: ignore[union-attr]
+    for ours, theirs in zip(second.index.shards, first.index.shards):  # type: ignore[attr-defined]
         assert ours.codes.data_ptr() == theirs.codes.data_ptr()
     first.close()
     second.close()
@@ -264,7 +265,7 @@ def test_a_replica_that_fails_is_heard(index: PlaidIndex, queries: Tensor, monke
     def lost(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr(copies.engines[1], "search_batch", lost)  # type: ignore[union-attr]
+    monkeypatch.setattr(copies.engines[1], "search_batch", lost)  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="the device is lost"):
         copies.search_batch(many, MODES[0])
 
@@ -334,6 +335,56 @@ def test_queries_on_the_device_and_other_streams(index: PlaidIndex, queries: Ten
                 assert all(same(several.search(q, params), want) for q, want in zip(queries, wanted))
                 assert all(map(same, several.search_batch(queries.cuda(), params), wanted))
     assert set(several.profile(queries[0], MODES[0])) >= {"centroids", "merge"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_index(tmp_path_factory.mktemp("scorer") / "index", n=300)
+
+
+@pytest.fixture(scope="module")
+def ranker(folder: Path) -> Any:
+    pytest.importorskip("colbert")
+    from plaid_tilemaxsim import TileMaxSimScorer
+
+    return TileMaxSimScorer(str(folder), ON_GPU)
+
+
+class TestScorer:
+    """Through ``scorer_options``, beside each other in one scorer."""
+
+    @staticmethod
+    def config(**options: Any) -> Any:
+        return SimpleNamespace(
+            scorer="tilemaxsim", scorer_options=options, ncells=2, centroid_score_threshold=0.4, ndocs=128,
+            query_maxlen=32, interaction="colbert", total_visible_gpus=torch.cuda.device_count(),
+        )  # fmt: skip
+
+    @pytest.mark.parametrize("more", [{"devices": [DEVICE] * 3}, {"devices": [DEVICE] * 4, "replicas": 2}], ids=str)
+    @pytest.mark.parametrize("mode", ["plaid", "rerank", "exhaustive"])
+    def test_the_answers_are_those_of_one(self, ranker: Any, folder: Path, mode: str, more: dict[str, Any]) -> None:
+        Q = make_queries(folder, n=3)
+        one, several = self.config(mode=mode), self.config(mode=mode, **more)
+        for q in Q.split(1):
+            assert ranker.rank(several, q, k=10) == ranker.rank(one, q, k=10)
+            assert ranker.rank(several, q) == ranker.rank(one, q)
+            assert ranker.rank(several, q, pids=[7, 299, 0]) == ranker.rank(one, q, pids=[7, 299, 0])
+            kept = [ranker.rank(c, q, k=10, filter_fn=lambda pids: pids[pids > 150]) for c in (several, one)]
+            assert kept[0] == kept[1]
+        assert ranker.search_batch(several, Q, 10) == ranker.search_batch(one, Q, 10)
+        assert torch.equal(ranker.retrieve(several, Q[:1])[0], ranker.retrieve(one, Q[:1])[0])
+        assert ranker.num_passages == 300
+
+    def test_engines_are_told_apart_by_devices(self, ranker: Any, folder: Path) -> None:
+        Q = make_queries(folder, n=1)
+        for options in ({}, {"devices": [DEVICE] * 2}, {"devices": [DEVICE]}, {}):
+            ranker.rank(self.config(**options), Q, k=3)
+        kinds = {type(engine).__name__ for engine in ranker._loaded.engines.values()}
+        assert kinds >= {"SearchEngine", "ShardedEngine"}
+
+    def test_a_device_that_is_not_there(self, ranker: Any, folder: Path) -> None:
+        with pytest.raises(ValueError, match=r"devices\[0\]: expected one of .*, got 'cuda:99'"):
+            ranker.rank(self.config(devices=[99]), make_queries(folder, n=1), k=3)
 
 
 REAL = "PLAID_TILEMAXSIM_INDEXES"

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+SMALL_FILE = 1 << 20
 # Of an index and its PQ sidecars; others may come and go.
 _FILES = re.compile(r"(\d+\.)?metadata\.json|doclens\.\d+\.json|.+\.pt|pq\d+\.json")
 
@@ -45,14 +46,19 @@ def stamp(file: Path) -> Stamp:
 
 
 def fingerprint(folder: Path | str) -> str:
-    """sha256 hex over the stamps of an index's files and what metadata.json holds; "" where there is no folder."""
+    """sha256 hex over the stamps of an index's files and what metadata.json holds; "" where they cannot be told.
+
+    Nothing has been checked yet, so that is read only where it is a small plain file, not a pipe or a hole.
+    """
     digest = hashlib.sha256()
     try:
         with os.scandir(folder) as entries:
             found = sorted((entry.name, entry.stat()) for entry in entries if _FILES.fullmatch(entry.name))
         for name, now in found:
             digest.update(f"{name}\0{now.st_size}\0{now.st_mtime_ns}\0{now.st_ino}\0".encode())
-        digest.update(Path(folder, "metadata.json").read_bytes())
-    except FileNotFoundError:
+        metadata = Path(folder, "metadata.json")
+        if metadata.is_file() and metadata.stat().st_size <= SMALL_FILE:
+            digest.update(metadata.read_bytes())
+    except OSError:  # whoever reads the index next says what is wrong
         return ""
     return digest.hexdigest()

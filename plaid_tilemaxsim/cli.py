@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--checkpoint", help="ColBERT checkpoint (default: the one that the index names)")
     serve.add_argument("--collection", metavar="FILE.tsv", help='passages, for requests with {"text": true}')
     serve.add_argument("--scorer-options", type=_json_object, metavar="JSON", help="as in ColBERTConfig")
-    serve.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s, this machine)")
+    serve.add_argument("--host", default="127.0.0.1", help="who reaches it can search (default: %(default)s)")
     serve.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
     for limit in dataclasses.fields(Limits):
         option, text = f"--{limit.name.replace('_', '-')}", f"{limit.metadata['help']} (default: %(default)s)"
@@ -317,7 +317,7 @@ def _serve(args: argparse.Namespace) -> int:
             args.index, checkpoint=args.checkpoint, collection=args.collection, scorer_options=args.scorer_options
         )
         serve.serve(serve.create_app(searcher, limits, texts), args.host, args.port)
-    except (ValueError, ImportError, OSError) as error:
+    except (ValueError, RuntimeError, ImportError, OSError) as error:
         print(f"plaid-tilemaxsim: {error}", file=sys.stderr)
         return 2
     return 0

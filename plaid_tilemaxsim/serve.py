@@ -42,6 +42,7 @@ try:
         generate_latest,
     )
     from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect
 except ImportError as error:
     raise ImportError(f"{error.name} is not installed here; pip install 'plaid-tilemaxsim[serve]'") from None
 
@@ -53,6 +54,7 @@ from plaid_tilemaxsim.serve_requests import Limits, Query, Refused, parse
 logger = logging.getLogger("plaid_tilemaxsim")
 
 RETRY_AFTER_SECONDS = 1
+CLIENT_GONE = 499  # the status of a request that nobody hears the answer of; for the metrics
 # A client that sends no faster than this is cut off.
 BODY_SECONDS = 10.0
 # Batches in a row whose failure makes /health say so.
@@ -146,12 +148,11 @@ class Batcher:
             return
         try:
             answers = self._search([item.query for item in batch])
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (its client gets it)
             if len(batch) > 1:
                 for item in batch:
                     self._answer([item])
                 return
-            logger.exception("a search failed: %r", batch[0].query)
             self._failures += 1
             batch[0].answer.set_exception(error)
             return
@@ -269,8 +270,10 @@ def create_app(searcher: Any, limits: Limits | None = None, texts: Sequence[str]
             if refused.status == 503:
                 headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
             response = _json(refused.status, {"error": str(refused)}, headers)
+        except ClientDisconnect:
+            response = _json(CLIENT_GONE, {"error": "the client closed the connection"})
         except Exception:
-            logger.debug("answered 500", exc_info=True)  # the batcher has said why
+            logger.exception("POST /search: a search failed")
             response = _json(500, {"error": "the search failed; the server's log says why"})
         requests.labels(str(response.status_code)).inc()
         return response

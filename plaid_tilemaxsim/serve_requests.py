@@ -24,7 +24,7 @@ class Limits:
     max_k: int = _limit(1000, "results of a query")
     max_queries: int = _limit(128, "queries of a request")
     max_query_chars: int = _limit(4096, "characters of a query (the encoder reads its first query_maxlen tokens)")
-    max_pids: int = _limit(100_000, "pids of a request")
+    max_pids: int = _limit(100_000, "pids of a request, times its queries")
     max_body_bytes: int = _limit(1 << 20, "bytes of a request's body")
 
     def __post_init__(self) -> None:
@@ -83,9 +83,10 @@ def parse(body: bytes, limits: Limits, num_passages: int, has_texts: bool) -> Se
     if not _is_integer(k) or not 1 <= k <= limits.max_k:
         raise _unexpected("k", f"an integer in 1 .. {limits.max_k}", k)
     if pids is not None:
-        if not isinstance(pids, list) or len(pids) > limits.max_pids:
+        most = limits.max_pids // len(texts)
+        if not isinstance(pids, list) or len(pids) > most:
             got = f"{len(pids)} of them" if isinstance(pids, list) else pids
-            raise _unexpected("pids", f"a list of at most {limits.max_pids} integers", got)
+            raise _unexpected("pids", f"a list of at most {most} integers for {len(texts)} queries", got)
         for pid in pids:
             if not _is_integer(pid) or not 0 <= pid < num_passages:
                 raise _unexpected("pids", f"integers in 0 .. {num_passages - 1}", pid)

@@ -90,8 +90,9 @@ class TestParse:
             (b'{"query": "a", "k": NaN}', 422, "got nan"),
             (b'{"query": "a", "k": true}', 422, "got True"),
             (b'{"query": "a", "k": null}', 422, "got None"),
-            (b'{"query": "a", "pids": 3}', 422, "pids: expected a list of at most 350 integers, got 3"),
+            (b'{"query": "a", "pids": 3}', 422, "pids: expected a list of at most 350 integers for 1 queries, got 3"),
             (json.dumps({"query": "a", "pids": [0] * 351}).encode(), 422, "got 351 of them"),
+            (json.dumps({"queries": ["a"] * 4, "pids": [0] * 88}).encode(), 422, "at most 87 integers for 4 queries"),
             (b'{"query": "a", "pids": [0, 300]}', 422, "pids: expected integers in 0 .. 299, got 300"),
             (b'{"query": "a", "pids": [-1]}', 422, "pids: expected integers in 0 .. 299, got -1"),
             (b'{"query": "a", "pids": ["1"]}', 422, "pids: expected integers in 0 .. 299, got 1"),
@@ -353,7 +354,12 @@ class TestRefusals:
         with socket.create_connection((host, int(port)), timeout=30) as client:
             client.sendall(head)
             assert client.recv(1000).startswith(b"HTTP/1.1 408")
+        with socket.create_connection((host, int(port)), timeout=30) as client:
+            client.sendall(head)
         assert call(address, body={"query": "bana"})[0] == 200
+        gone = 'http_requests_total{status="499"} 1.0'
+        while gone not in call(address, "GET", "/metrics")[2]:
+            time.sleep(0.05)
 
 
 class TestApp:

@@ -28,10 +28,16 @@ from plaid_tilemaxsim.engine import SearchEngine, SearchParams, default_params
 from plaid_tilemaxsim.index.files import PlaidIndex, read_index
 from plaid_tilemaxsim.index.resident import load_resident
 from plaid_tilemaxsim.ops import reference
+from tests.hostile import calls
 from tests.hostile.calls import U16, U32, Call, Draw, Operation, Tally, Where, seldom
 from tests.synthetic import make_index
 
 MODES = ("plaid", "rerank", "exhaustive")
+# Fields of a config that follow from k unless they are set.
+TUNED = ("ncells", "centroid_score_threshold", "ndocs")
+
+
+Filter = Callable[[Tensor], Tensor]
 
 
 @dataclass(repr=False)
@@ -52,8 +58,8 @@ class Shelf:
         return self.stored.num_centroids
 
     def budget(self, Q: Tensor) -> float:
-        """fp32 sums at their worst; kernels round embeddings and query to fp16, a random walk of DIM * LQ steps, of which
-        ten deviations, and the centroids' scores to half a step each."""
+        """fp32 sums at their worst; kernels round the centroids' scores to half a step each, embeddings and query to
+        fp16: a random walk of DIM * LQ steps, of which ten deviations."""
         LQ, DIM = Q.shape
         fp32 = LQ * (2 * DIM + LQ + 16) * 2 * U32
         fp16 = 10 * (LQ / DIM) ** 0.5 * U16 + LQ / 60000 if self.engine.impl == "triton" else 0.0
@@ -92,7 +98,7 @@ class Shelf:
             return None
         return pids[order[:keep].sort().values]
 
-    def survivors(self, Q: Tensor, p: SearchParams, start: Tensor | None, keep: Callable[[Tensor], Tensor]) -> Any:
+    def survivors(self, Q: Tensor, p: SearchParams, start: Tensor | None, keep: Filter) -> Any:
         """Passages that a search scores exactly, from ``start`` or from its candidates; None where rounding decides."""
         short = Q if p.query_maxlen is None else Q[: p.query_maxlen]
         pids = start
@@ -110,12 +116,13 @@ class Shelf:
 
 
 @functools.cache
-def folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="hostile-"))
+def folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="hostile-")
 
 
 @functools.cache
 def shelves(where: Where) -> list[Shelf]:
+    """Indexes of a few passages, some empty, of several widths, and engines of two codecs."""
     small = {"n": 40, "dim": 64, "C": 16, "max_doclen": 20, "mean_doclen": 8.0}
     sizes: list[dict[str, Any]] = [small | {"nbits": 2, "empty": 0.3}]
     if where.name != "interpreter":
@@ -123,8 +130,8 @@ def shelves(where: Where) -> list[Shelf]:
     if where.name == "cpu":
         sizes += [small | {"nbits": 1, "dim": 24}, small | {"nbits": 8, "C": 1}]
     found = []
-    for size in sizes:
-        path = make_index(folder() / f"{len(list(folder().iterdir()))}", chunk_size=100, seed=3, **size)
+    for number, size in enumerate(sizes):
+        path = make_index(Path(folder().name, f"{where.name}-{number}"), chunk_size=100, seed=3, **size)
         stored = read_index(path)
         tokens = reference.decompress(
             stored.codes(), stored.residuals(), stored.centroids, stored.bucket_weights, stored.nbits
@@ -171,8 +178,7 @@ def held(draw: Draw, where: Where, Q: Tensor) -> Tensor:
 def no_query(draw: Draw, Q: Tensor) -> Any:
     """What is no query, given one: [LQ, DIM], or [B, LQ, DIM]."""
     value = draw(st.sampled_from((math.nan, math.inf, -math.inf, 3e38)))
-    poisoned = Q.detach().float().clone()
-    poisoned = poisoned.contiguous()
+    poisoned = Q.detach().float().cpu().clone(memory_format=torch.contiguous_format)  # on a GPU nobody looks
     poisoned.view(-1)[draw(st.integers(0, 2**20)) % Q.numel()] = value
     rows = Q.shape[:-2]
     ones = torch.ones
@@ -247,18 +253,23 @@ def some_allow(draw: Draw, where: Where, N: int) -> tuple[Any, Tensor | None]:
     return draw(st.sampled_from((mask, mask.to(where.device), mask.tolist()))), mask
 
 
-def some_filter(draw: Draw, N: int) -> tuple[Callable[[Tensor], Any], Callable[[Tensor], Tensor] | None]:
+def all_of_them(pids: Tensor) -> Tensor:
+    return pids
+
+
+def some_filter(draw: Draw, N: int) -> tuple[Callable[[Tensor], Any], Filter | None]:
     """A filter_fn, and what it keeps; None where what it returns is refused."""
     if seldom(draw):
         bad: list[Callable[[Tensor], Any]] = [
             Tensor.tolist, Tensor.long, Tensor.float, lambda pids: None, lambda pids: pids[None], lambda pids: 3,
-            lambda pids: torch.cat([pids, pids.new_full((1,), N)]), lambda pids: torch.cat([pids, pids.new_full((1,), -1)]),
-            lambda pids: pids.to("meta"), lambda pids: pids >= 0,
+            lambda pids: torch.cat([pids, pids.new_full((1,), N)]), lambda pids: pids.to("meta"),
+            lambda pids: torch.cat([pids, pids.new_full((1,), -1)]), lambda pids: pids >= 0,
         ]  # fmt: skip
         return draw(st.sampled_from(bad)), None
-    good: list[Callable[[Tensor], Tensor]] = [
+    good: list[Filter] = [
         lambda pids: pids, lambda pids: pids.flip(0), lambda pids: pids[pids % 2 == 0], lambda pids: pids[:0],
-        lambda pids: torch.cat([pids, pids[:3]]), lambda pids: pids[:1], lambda pids: torch.stack([pids, pids], 1)[:, 0],
+        lambda pids: torch.cat([pids, pids[:3]]), lambda pids: pids[:1],
+        lambda pids: torch.stack([pids, pids], 1)[:, 0],
     ]  # fmt: skip
     keep = draw(st.sampled_from(good))
     return keep, keep
@@ -290,7 +301,9 @@ def search(draw: Draw, where: Where, tally: Tally) -> None:
     shelf = draw(st.sampled_from(shelves(where)))
     Q, p = held(draw, where, unit_query(draw, where, shelf)), some_params(draw, where, shelf)
     call = Call(shelf.engine.search, {"Q": Q, "params": p})
-    start, keep, allow = None, (lambda pids: pids), None
+    start: Tensor | None = None
+    allow: Tensor | None = None
+    keep: Filter | None = all_of_them
     kinds = draw(st.sampled_from(((), (), ("pids",), ("allow",), ("filter_fn",), ("pids", "allow", "filter_fn"),
                                   ("allow", "filter_fn"))))  # fmt: skip
     if "pids" in kinds:
@@ -305,12 +318,18 @@ def search(draw: Draw, where: Where, tally: Tally) -> None:
         call.wrong = "filter_fn" if keep is None else call.wrong
     if p.ncells > shelf.C and "pids" not in kinds and p.mode != "exhaustive":
         call.wrong = "params"
+    if where.on_gpu and call.wrong is None and seldom(draw):
+        # nobody looks at a query on the GPU: whatever comes is of this index
+        pids, scores = shelf.engine.search(torch.full_like(Q.detach(), math.nan, device=where.device), p)
+        assert ((pids >= 0) & (pids < shelf.N)).all()
+        assert len(pids) == len(scores)
     if seldom(draw):
         call.arguments["Q"], call.wrong = no_query(draw, Q), "Q"
     if call.refuses(tally):
         return
 
     def kept(pids: Tensor) -> Tensor:
+        assert keep is not None
         chosen = pids if allow is None else pids[allow[pids]]
         return keep(chosen).long()
 
@@ -349,7 +368,7 @@ def search_batch(draw: Draw, where: Where, tally: Tally) -> None:
     """Equal to searching one by one, which ``search`` judges."""
     shelf = draw(st.sampled_from(shelves(where)))
     base, p = unit_query(draw, where, shelf), some_params(draw, where, shelf)
-    B = draw(st.sampled_from((0, 1, 2, 3)))
+    B = draw(st.sampled_from((0, 1, 2) if where.name == "interpreter" else (0, 1, 2, 3)))
     Q = held(draw, where, torch.stack([base.roll(i, 0) for i in range(B)]) if B else base.new_zeros(0, *base.shape))
     generates = p.mode != "exhaustive"
     call = Call(shelf.engine.search_batch, {"Q": Q, "params": p})
@@ -389,7 +408,7 @@ def params(draw: Draw, where: Where, tally: Tally) -> None:
     good = {"k": 3, "ncells": 1, "threshold": 0.4, "ndocs": 64, "query_maxlen": 32, "mode": "plaid", "prefilter": 7}
     call = Call(SearchParams, good)
     nonsense = (0, -1, 2.5, math.nan, math.inf, "3", True, [3], torch.tensor(3))
-    wrong = {name: nonsense for name in ("k", "ncells", "ndocs", "query_maxlen", "prefilter")}
+    wrong: dict[str, tuple[Any, ...]] = dict.fromkeys(("k", "ncells", "ndocs", "query_maxlen", "prefilter"), nonsense)
     wrong |= {
         "threshold": (math.nan, math.inf, -math.inf, "0.4", None, [0.4], 1j),
         "mode": ("", "fast", None, 3, ["plaid"]),
@@ -435,9 +454,8 @@ def config_of(draw: Draw, where: Where) -> SimpleNamespace:
 
 def params_of(config: SimpleNamespace, k: int | None) -> SearchParams:
     """What a config means for k results."""
-    ncells, threshold, ndocs = default_params(k or 1)
     named = (config.ncells, config.centroid_score_threshold, config.ndocs)
-    ncells, threshold, ndocs = (d if v is None else v for v, d in zip(named, (ncells, threshold, ndocs)))
+    ncells, threshold, ndocs = (d if v is None else v for v, d in zip(named, default_params(k or 1)))
     return SearchParams(k, ncells, threshold, max(ndocs, 4), config.query_maxlen, config.scorer_options["mode"])
 
 
@@ -455,7 +473,8 @@ def scorer_rank(draw: Draw, where: Where, tally: Tally) -> None:
     Q = held(draw, where, unit_query(draw, where, shelf)[None])
     k = draw(st.sampled_from((0, 1, 3, None, shelf.N + 5, np.int64(3), True)))
     call = Call(ranker.rank, {"config": config, "Q": Q, "k": k})
-    start, keep = None, (lambda pids: pids)
+    start: Tensor | None = None
+    keep: Filter | None = all_of_them
     k = k if k is None else int(k)
     if k != 0 and draw(st.booleans()):
         call.arguments["pids"], ids = some_pids(draw, where, shelf.N)
@@ -466,9 +485,7 @@ def scorer_rank(draw: Draw, where: Where, tally: Tally) -> None:
         call.wrong = "filter_fn" if keep is None else None
     if k != 0 and start is None:
         mode, few = config.scorer_options["mode"], params_of(config, k).ncells > shelf.C
-        needed = {"plaid": ("ncells", "centroid_score_threshold", "ndocs"), "rerank": ("ncells",), "exhaustive": ()}[
-            mode
-        ]
+        needed = {"plaid": TUNED, "rerank": TUNED[:1], "exhaustive": ()}[mode]
         unset = any(getattr(config, name) is None for name in needed)
         if (k is None and unset) or (mode != "exhaustive" and few):
             call.wrong = "config"
@@ -480,6 +497,8 @@ def scorer_rank(draw: Draw, where: Where, tally: Tally) -> None:
         call.arguments["Q"], call.wrong = no_query(draw, Q), "Q"
     if call.refuses(tally):
         return
+    assert keep is not None
+    kept = keep
     found = call.result()
     assert all(type(pid) is int for pid in found[0])
     assert all(type(score) is float for score in found[1])
@@ -488,7 +507,7 @@ def scorer_rank(draw: Draw, where: Where, tally: Tally) -> None:
         return
     p = params_of(config, k)
     Q = Q.detach()[0].cpu()
-    check_found(tally, shelf, Q, found, p.k, shelf.survivors(Q.float(), p, start, lambda pids: keep(pids).long()))
+    check_found(tally, shelf, Q, found, p.k, shelf.survivors(Q.float(), p, start, lambda pids: kept(pids).long()))
 
 
 def scorer_score_pids(draw: Draw, where: Where, tally: Tally) -> None:
@@ -559,9 +578,16 @@ def scorer_retrieve(draw: Draw, where: Where, tally: Tally) -> None:
     tally.compare(scores, shelf.stored.centroids.double() @ Q.double().T, shelf.budget(Q))
 
 
-OPERATIONS: dict[str, Operation] = {
-    "engine.search": search, "engine.search_batch": search_batch, "engine.score_pids": score_pids,
-    "engine.candidates": engine_candidates, "SearchParams": params, "scorer.rank": scorer_rank,
-    "scorer.score_pids": scorer_score_pids, "scorer.search_batch": scorer_search_batch,
+OPERATIONS: dict[str, Operation] = calls.OPERATIONS | {
+    "engine.search": search,
+    "engine.search_batch": search_batch,
+    "engine.score_pids": score_pids,
+    "engine.candidates": engine_candidates,
+    "SearchParams": params,
+    "scorer.rank": scorer_rank,
+    "scorer.score_pids": scorer_score_pids,
+    "scorer.search_batch": scorer_search_batch,
     "scorer.retrieve": scorer_retrieve,
-}  # fmt: skip
+}
+# What runs kernels; without a GPU the scorer searches by the torch path.
+KERNELS = [name for name in OPERATIONS if not name.startswith(("Search", "scorer"))]

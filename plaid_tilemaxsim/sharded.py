@@ -289,10 +289,10 @@ class DeviceShards(Shards):
     def profile(self, Q: Tensor, params: SearchParams) -> dict[str, float]:
         """The longest of all shards in every stage, and the merge."""
         spent: dict[str, float] = {}
-        for shard in self._shards:
-            for stage, ms in shard.profile(Q, params).items():
-                spent[stage] = max(spent.get(stage, 0.0), ms)
         with self._turn():
+            for shard in self._shards:
+                for stage, ms in shard.profile(Q, params).items():
+                    spent[stage] = max(spent.get(stage, 0.0), ms)
             self.search(Q, params)
             merging = next(reversed(self._merges.values()))
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -330,19 +330,16 @@ class DeviceShards(Shards):
                     stream.synchronize()
                 raise
 
-    @contextlib.contextmanager
-    def _apart(self, shard: int, after: torch.cuda.Event | None = None) -> Iterator[None]:
-        """What is launched inside runs on the shard's stream, after an event of the caller's."""
-        if not self._on_gpu:
-            yield
-            return
-        with torch.cuda.stream(self._streams[shard]):
-            if after is not None:
-                self._streams[shard].wait_event(after)
-            yield
+    def _apart(self, shard: int) -> contextlib.AbstractContextManager[Any]:
+        """What is launched inside runs on the shard's stream."""
+        return torch.cuda.stream(self._streams[shard]) if self._on_gpu else contextlib.nullcontext()
 
-    def _event(self) -> torch.cuda.Event | None:
-        return torch.cuda.current_stream().record_event() if self._on_gpu else None
+    def _fork(self) -> None:
+        """The shards' streams go on after what the caller's has been given."""
+        if self._on_gpu:
+            here = torch.cuda.current_stream().record_event()
+            for stream in self._streams:
+                stream.wait_event(here)
 
     def _join(self) -> None:
         if self._on_gpu:
@@ -365,27 +362,27 @@ class DeviceShards(Shards):
         with self._turn():
             lanes = 1 if len(Q) == 1 else min(shard.batch_lanes(Q.size(1), len(Q)) for shard in self._shards)
             on_host = self._records and lanes == len(Q) == 1 and Q.device.type == "cpu"
-            masks, start = self._slices(allow), self._event()
-            queries = []
-            for s, shard in enumerate(self._shards):
-                with self._apart(s, start):
-                    queries.append(Q if on_host else Q.to(shard.device))
+            masks = self._slices(allow)
+            # The first shard is next to the merge, the last one's row has a way to go.
+            last_to_first = range(len(self._shards) - 1, -1, -1)
+            queries = [Q] * len(self._shards)
             rounds = []
             for first in range(0, len(Q), lanes):
-                after = self._event()
-                rows: list[Tensor | None] = []
-                for s, shard in enumerate(self._shards):
-                    listed = None if lists is None else lists[s]
-                    if listed is not None and listed.numel() == 0:
-                        rows.append(None)
-                        continue
-                    with self._apart(s, after):
-                        part = queries[s][first : first + lanes]
-                        rows.append(
-                            shard.launch(kind, part, params, lanes, pids=listed, allow=masks[s], on_host=on_host)
-                        )
+                self._fork()
+                rows: list[Tensor | None] = [None] * len(self._shards)
+                for s in last_to_first:
+                    listed, shard = None if lists is None else lists[s], self._shards[s]
+                    if listed is None or listed.numel():
+                        with self._apart(s):
+                            if first == 0 and not on_host:
+                                queries[s] = Q.to(shard.device)
+                            part = queries[s][first : first + lanes]
+                            rows[s] = shard.launch(
+                                kind, part, params, lanes, pids=listed, allow=masks[s], on_host=on_host
+                            )
                 merging = self._merge(lanes, keeps, tuple(0 if row is None else row.size(1) for row in rows))
-                for s, row in enumerate(rows):
+                for s in last_to_first:
+                    row = rows[s]
                     if row is not None:
                         with self._apart(s):
                             merging.parts[s].copy_(row, non_blocking=True)
@@ -443,9 +440,9 @@ class DeviceShards(Shards):
     def _scored(self, Q: Tensor, lists: list[tuple[int, Tensor]]) -> list[Tensor]:
         found = []
         with self._turn():
-            start = self._event()
+            self._fork()
             for s, local in lists:
-                with self._apart(s, start):
+                with self._apart(s):
                     row = self._shards[s].launch("score", Q[None], SearchParams(), 1, pids=local)
                     found.append(row[: local.numel()].clone().to(self.device))
             self._join()
@@ -456,11 +453,13 @@ class DeviceShards(Shards):
     ) -> list[list[Tensor]]:
         place = self.index.shards[shard].device
         pids, allow = (None if x is None else x.to(place) for x in (pids, allow))
-        return self._shards[shard].survivors(Q, params, pids=pids, allow=allow)
+        with self._turn():
+            return self._shards[shard].survivors(Q, params, pids=pids, allow=allow)
 
     def _candidates(self, shard: int, Q: Tensor, params: SearchParams, allow: Tensor | None) -> Tensor:
         place = self.index.shards[shard].device
-        return self._shards[shard].candidates(Q, params, None if allow is None else allow.to(place))
+        with self._turn():
+            return self._shards[shard].candidates(Q, params, None if allow is None else allow.to(place))
 
 
 def _keeps(params: SearchParams) -> list[int | None]:

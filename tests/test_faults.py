@@ -6,12 +6,16 @@ import sys
 
 import pytest
 import torch
+from torch.nn.functional import normalize
 
 from plaid_tilemaxsim import engine as engine_module
 from plaid_tilemaxsim import faults
-from plaid_tilemaxsim.engine import SearchParams
+from plaid_tilemaxsim.engine import SearchEngine, SearchParams
+from plaid_tilemaxsim.index.files import read_index
+from plaid_tilemaxsim.index.resident import load_resident
 from plaid_tilemaxsim.stages_torch import TorchStages
 from plaid_tilemaxsim.stages_triton import TritonStages
+from tests.synthetic import make_index
 from tests.test_engine import ON_GPU, Case, open_case
 
 PLAID = SearchParams(k=20, ncells=4, threshold=0.3, ndocs=40)
@@ -150,8 +154,9 @@ def test_a_search_that_ends_between_two_launches_leaves_nothing(case, monkeypatc
     from plaid_tilemaxsim.ops import candidates_kernel
 
     a, b = case.queries(2, TOKENS)
-    want = case.engine.search(b, PLAID)
-    forget(case)
+    want, candidates = case.engine.search(b, PLAID), case.engine.candidates(b, 1)
+    if ON_GPU:  # there a recorded search is one launch
+        forget(case)
 
     def gather_marked(*args):
         raise error
@@ -160,7 +165,52 @@ def test_a_search_that_ends_between_two_launches_leaves_nothing(case, monkeypatc
         patch.setattr(candidates_kernel, "gather_marked", gather_marked)
         with pytest.raises(raised, match=words):
             case.engine.search(a, PLAID)
+    assert torch.equal(case.engine.candidates(b, 1), candidates), "and nothing that was marked before"
     assert_equal(case.engine.search(b, PLAID), want)
+
+
+def test_a_device_that_no_longer_answers(case, monkeypatch):
+    """After an access outside its memory, say: no later call to CUDA succeeds in that process."""
+    if case.engine.impl == "torch":
+        pytest.skip("no device")
+
+    def lost(*args, **kwargs):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    forget(case)
+    monkeypatch.setattr(TritonStages, "candidates", lost)
+    monkeypatch.setattr(TritonStages, "clean", lost)
+    with pytest.raises(RuntimeError, match=r"illegal memory access.*CUDA cannot be used any more in this process"):
+        case.engine.search(case.queries(1, TOKENS)[0], PLAID)
+
+
+@pytest.mark.gpu
+class TestLittleMemory:
+    """torch may take no more than a few MB beyond what the engine holds."""
+
+    @pytest.fixture(scope="class")
+    def engine(self, tmp_path_factory):
+        path = make_index(
+            tmp_path_factory.mktemp("index"), n=200_000, dim=64, C=512, mean_doclen=4.0, chunk_size=25_000
+        )
+        engine = SearchEngine(load_resident(read_index(path), "cuda"))
+        yield engine
+        engine.close()
+
+    def test_a_batch(self, engine, caplog):
+        Q = normalize(torch.randn(64, 32, 64, generator=torch.Generator().manual_seed(1)), dim=-1)
+        want = engine.search_batch(Q, PLAID)
+        engine._device_search.make_room()
+        torch.cuda.empty_cache()
+        limit = torch.cuda.memory_reserved() + (40 << 20)  # the buffers of 32 queries take 58 MB
+        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+        try:
+            found = engine.search_batch(Q, PLAID)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        assert "queries at once, not 32" in caplog.text
+        for one, expected in zip(found, want, strict=True):
+            assert_equal(one, expected)
 
 
 def test_triton_errors_are_kernel_failures():

@@ -624,6 +624,8 @@ def _check_queries(Q: Any, least: int = 1) -> Tensor:
     if not isinstance(Q, Tensor) or Q.dim() != 3 or not Q.is_floating_point():
         got = f"{Q.dtype} {list(Q.shape)}" if isinstance(Q, Tensor) else type(Q).__name__
         raise ValueError(f"Q: expected a floating-point tensor [1, LQ, DIM], got {got}")
+    if Q.layout != torch.strided or Q.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"Q: expected a dense tensor on a CPU or GPU, got {Q.layout} on {Q.device}")
     if Q.size(0) < least or Q.size(1) == 0:
         raise ValueError(f"Q: expected at least one query with at least one token, got {list(Q.shape)}")
     return Q

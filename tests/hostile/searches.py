@@ -40,7 +40,7 @@ TUNED = ("ncells", "centroid_score_threshold", "ndocs")
 Filter = Callable[[Tensor], Tensor]
 
 
-@dataclass(repr=False)
+@dataclass
 class Shelf:
     """One index, and the engine over it."""
 
@@ -48,6 +48,9 @@ class Shelf:
     stored: PlaidIndex
     engine: SearchEngine
     tokens: Tensor  # fp64 [T, DIM]
+
+    def __repr__(self) -> str:
+        return f"{self.path.name} {self.engine.index.codec}"
 
     @property
     def N(self) -> int:

@@ -61,6 +61,16 @@ def _emit(
         tl.store(ids_ptr + to, id, mask=mask)
 
 
+@triton.jit
+def _store_count(rows_ptr, table_ptr, packed_ptr, lane, room, shards, SHARDS_P: tl.constexpr):
+    # passages that all shards found and that there is room for, by the first program
+    s = tl.arange(0, SHARDS_P)
+    at = table_ptr + 4 * s
+    row = tl.load(at, mask=s < shards, other=0) + lane * tl.load(at + 1, mask=s < shards, other=0)
+    found = tl.sum(tl.load(rows_ptr + row, mask=s < shards, other=0), 0)
+    tl.store(packed_ptr, tl.minimum(found, room), mask=tl.program_id(0) == 0)
+
+
 @triton.jit(do_not_specialize=["n", "most"])
 def _keys_kernel(
     rows_ptr, table_ptr, keys_ptr, ids_ptr, n, most, COLUMN: tl.constexpr, BLOCK: tl.constexpr
@@ -97,13 +107,8 @@ def _place_kernel(
         rows_ptr, table_ptr, next_keys_ptr + lane * room, next_ids_ptr + lane * room, packed_ptr, id, place,
         (i < n) & (place < room), lane, most, room, COLUMN=COLUMN, LAST=LAST,
     )  # fmt: skip
-    if LAST:  # noqa: SIM102 (known when it is compiled)
-        if tl.program_id(0) == 0:
-            s = tl.arange(0, SHARDS_P)
-            at = table_ptr + 4 * s
-            row = tl.load(at, mask=s < shards, other=0) + lane * tl.load(at + 1, mask=s < shards, other=0)
-            found = tl.load(rows_ptr + row, mask=s < shards, other=0)
-            tl.store(packed_ptr, tl.minimum(tl.sum(found, 0), room))
+    if LAST:
+        _store_count(rows_ptr, table_ptr, packed_ptr, lane, room, shards, SHARDS_P)
 
 
 def merge(

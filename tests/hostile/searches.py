@@ -570,7 +570,10 @@ def scorer_retrieve(draw: Draw, where: Where, tally: Tally) -> None:
     if seldom(draw):
         config.ncells, call.wrong = draw(st.sampled_from(FIELDS["ncells"])), "config"
     if seldom(draw):
-        call.arguments["Q"], call.wrong = no_query(draw, Q), "Q"
+        bad = call.arguments["Q"] = no_query(draw, Q[:, : config.query_maxlen])
+        if isinstance(bad, Tensor) and bad.dim() == 3 and bad.size(1) > config.query_maxlen:
+            return  # what is too much is cut off
+        call.wrong = "Q"
     if call.refuses(tally):
         return
     pids, scores = call.result()

@@ -6,6 +6,8 @@ import os
 
 import torch
 
+_SHORTAGES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
 _cuda_before_fork = False
 _forked = False
 
@@ -58,10 +60,15 @@ def device_lost(error: BaseException, device: torch.device) -> RuntimeError:
 
 
 def memory_shortage(error: BaseException) -> str | None:
-    """What an out-of-memory error says, or one behind the error of a graph that could not be recorded for it."""
-    context = error.__context__
-    for one in (error, context):
+    """What an error says that means too little memory on the device, or on the host for what is pinned.
+
+    Not only torch's allocator finds that: the driver does when it loads a kernel or a graph, cuBLAS for its workspace.
+    A recording that ends without one then may fail with another error, which has this one as its context.
+    """
+    for one in (error, error.__context__):
         if isinstance(one, torch.OutOfMemoryError):
+            return first_line(one)
+        if isinstance(one, RuntimeError) and any(words in str(one) for words in _SHORTAGES):
             return first_line(one)
     return None
 

@@ -226,6 +226,21 @@ def test_an_allocation_that_failed_inside_a_recording():
     error.__context__ = torch.OutOfMemoryError("tried to allocate 2 GiB")
     assert faults.memory_shortage(error) == "OutOfMemoryError: tried to allocate 2 GiB"
     assert faults.memory_shortage(RuntimeError("no")) is None
+    assert faults.memory_shortage(ValueError("out of memory")) is None
+
+
+@pytest.mark.parametrize("words", ["Triton Error [CUDA]: out of memory", "CUDA error: out of memory"])
+def test_the_driver_out_of_memory(case, monkeypatch, words):
+    """It loads kernels and graphs into memory that torch knows nothing of."""
+    if case.engine.impl == "torch":
+        pytest.skip("no driver")
+    Q = case.queries(1, TOKENS)[0]
+    want = case.engine.search(Q, PLAID)
+    forget(case)
+    left = [RuntimeError(words)]
+    failing(monkeypatch, case, "exact", lambda cap: bool(left), left[0])
+    monkeypatch.setattr(type(case.engine), "_make_room", lambda self, shortage: left.clear())
+    assert_equal(case.engine.search(Q, PLAID), want)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])

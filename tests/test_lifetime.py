@@ -18,6 +18,7 @@ from plaid_tilemaxsim.index import resident
 from plaid_tilemaxsim.index.files import read_index
 from plaid_tilemaxsim.index.mapped import MappedRows
 from plaid_tilemaxsim.index.stamps import fingerprint
+from plaid_tilemaxsim.index.transfer import copy_staged
 from tests.colbert_fixtures import checkpoint, collection, enabled, index, stock_extensions  # noqa: F401
 from tests.synthetic import make_index, make_queries
 
@@ -378,6 +379,18 @@ class TestLoad:
         assert ranker._engine is None
         assert len(ranker.rank(settings(), Q, k=3)[0]) == 3
         assert fingerprint(path) == before
+
+    def test_interrupted_between_threads_that_copy(self):
+        """Those that have begun end, the others do not begin; nobody waits for ever."""
+        source = torch.arange(100, dtype=torch.uint8).repeat(1000)
+        copies = [(source, torch.zeros_like(source)) for _ in range(50)]
+
+        def interrupt(count: int) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            copy_staged(copies, SimpleNamespace(update=interrupt))
+        assert not all(torch.equal(a, b) for a, b in copies)
 
     def test_after_a_fork(self, path, monkeypatch):
         """A CPU search instead of the one asked for would be a silent one: CUDA looks absent there."""

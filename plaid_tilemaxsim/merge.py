@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from plaid_tilemaxsim.funnel import SearchParams
+from plaid_tilemaxsim.ops import cpu
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,26 +37,25 @@ class Survivors:
 def merge(parts: Sequence[Survivors], params: SearchParams) -> tuple[Tensor, Tensor]:
     """(pids int32 [m], scores fp32 [m]) of all shards together, best first, ties to the smaller pid; m <= params.k.
 
-    parts: of shards that share no passage, on one device, where the result lies too. Never waits for the device.
-    A filler among the survivors has scores of -inf and a pid beyond all others, and comes last.
+    parts: of shards that share no passage, on one device, where the result lies too.
     Raises ValueError where there are no parts, or where they have not all the same steps.
     """
     steps = {(part.first is None, part.second is None) for part in parts}
     if len(steps) != 1:
         raise ValueError(f"parts: expected one or more with the same steps, got {len(parts)} of {len(steps)} kinds")
-    pids, order = torch.cat([part.pids for part in parts]).sort(stable=True)
-    exact = torch.cat([part.exact for part in parts])[order]
+    pids = torch.cat([part.pids for part in parts])
+    columns = [_joined(parts, name) for name in ("first", "second", "exact")]
     last = params.prefilter if params.mode == "exhaustive" else params.ndocs // 4
-    for name, keep in (("first", params.ndocs), ("second", last)):
-        values = [getattr(part, name) for part in parts]
-        if values[0] is None or keep is None or keep >= len(order):
-            continue
-        chosen = _best(torch.cat(values)[order], keep).sort().values
-        pids, order, exact = pids[chosen], order[chosen], exact[chosen]
-    best = _best(exact, len(order) if params.k is None else params.k)
-    return pids[best], exact[best]
+    for step, keep in ((0, params.ndocs), (1, last)):
+        scores = columns[step]
+        if scores is not None and keep is not None and keep < len(pids):
+            chosen = cpu.top_mask(scores, pids, keep)
+            pids, columns = pids[chosen], [None if column is None else column[chosen] for column in columns]
+    assert columns[2] is not None
+    return cpu.topk(columns[2], pids, len(pids) if params.k is None else params.k)
 
 
-def _best(scores: Tensor, m: int) -> Tensor:
-    """Positions of the ``m`` best, best first, ties in the order they came; NaN counts as -inf, as in the kernels."""
-    return scores.nan_to_num(-torch.inf, torch.inf, -torch.inf).sort(descending=True, stable=True).indices[:m]
+def _joined(parts: Sequence[Survivors], name: str) -> Tensor | None:
+    """NaN counts as -inf, as in the kernels."""
+    columns = [getattr(part, name) for part in parts]
+    return None if columns[0] is None else torch.cat(columns).nan_to_num(-torch.inf, torch.inf, -torch.inf)

@@ -185,6 +185,12 @@ def select_top(scores: Tensor, pids: Tensor, m: int) -> tuple[Tensor, Tensor]:
     """
     if m >= scores.numel():
         return pids, scores
+    chosen = top_mask(scores, pids, m)
+    return pids[chosen], scores[chosen]
+
+
+def top_mask(scores: Tensor, pids: Tensor, m: int) -> Tensor:
+    """bool ``[n]``: which ``select_top`` takes, for m < n."""
     if m <= 0:
         return pids[:0], scores[:0]
     scores = _without_nan(scores)
@@ -195,7 +201,7 @@ def select_top(scores: Tensor, pids: Tensor, m: int) -> tuple[Tensor, Tensor]:
     if room < tied.numel():
         tied = tied[pids[tied].argsort(stable=True)[:room]]
     chosen[tied] = True
-    return pids[chosen], scores[chosen]
+    return chosen
 
 
 def topk(scores: Tensor, pids: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -24,12 +24,15 @@ from triton.runtime.jit import KernelInterface
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from plaid_tilemaxsim.funnel import SearchParams
+from plaid_tilemaxsim.merge import Survivors, merge
 from plaid_tilemaxsim.ops import (
     api,
     candidates_kernel,
     decompress_kernel,
     dense_fast_kernel,
     dense_kernel,
+    merge_kernel,
     norms_kernel,
     pids_kernel,
     pq_fast_kernel,
@@ -303,6 +306,27 @@ def selections() -> None:
         assert int(found) == flag
 
 
+def merges() -> None:
+    """Three shards of two queries, by counting and by sorting, against the merge in torch."""
+    g = torch.Generator().manual_seed(0)
+    for caps, counts in (([33, 7, 60], [33, 0, 31]), ([1, 1, 1], [0, 1, 1]), ([3000, 2900, 2800], [3000, 2900, 7])):
+        rows, table, parts = [], [], []
+        for s, (cap, n) in enumerate(zip(caps, counts)):
+            table.append([sum(map(len, rows)), 1 + 4 * cap, cap, s * 10_000])
+            pids, scores = torch.randperm(cap, generator=g).int(), torch.randn(3, cap, generator=g).round() / 4
+            rows += [torch.cat([torch.tensor([n]).int(), pids, scores.flatten().view(torch.int32)])] * 2
+            first, second, exact = scores[:, :n]
+            parts.append(Survivors(pids[:n] + s * 10_000, exact, first, second))
+        want = merge(parts, SearchParams(k=10, ndocs=64))
+        packed = merge_kernel.merge(
+            torch.cat(rows).to(DEVICE), torch.tensor(table, device=DEVICE), max(caps), [64, 16, 10], 2
+        ).cpu()
+        for row in packed:
+            n = int(row[0])
+            assert torch.equal(row[1 : 1 + n], want[0])
+            assert torch.equal(row[1 + (len(row) - 1) // 2 :][:n].view(torch.float32), want[1])
+
+
 PARTS: dict[str, Callable[[], None]] = {
     "residual1": lambda: residual(1),
     "residual2": lambda: residual(2),
@@ -322,6 +346,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "decompression": decompression,
     "candidates": candidate_lists,
     "selections": selections,
+    "merges": merges,
 }
 
 

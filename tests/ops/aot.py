@@ -35,6 +35,7 @@ from plaid_tilemaxsim.ops import (
     decompress_kernel,
     dense_fast_kernel,
     dense_kernel,
+    merge_kernel,
     norms_kernel,
     pids_kernel,
     pq_fast_kernel,
@@ -203,7 +204,7 @@ def launch_pq(kernel: Any, NQ: int, LQ: int, DIM: int, M: int, pids: torch.dtype
 
 
 def launch_lists(ncells: int, nkeys: int) -> None:
-    """Candidates, selection, ranking, checked pids."""
+    """Candidates, selection, ranking, checked pids, the merge of shards."""
     cells, one = torch.zeros(32, ncells).int(), torch.zeros(1).int()
     candidates_kernel.select_cells(torch.zeros(nkeys, 32).long(), cells)
     words, pids = torch.zeros(4000).int(), torch.zeros(128_000).int()
@@ -216,6 +217,8 @@ def launch_lists(ncells: int, nkeys: int) -> None:
         for count in (one, None):
             rank_kernel.rank(scores, None if listed is None else listed[:4096], count, 100, packed)
     pids_kernel.clamp_pids(pids, one, 9, pids, one)
+    for most in (256, 5000):  # by counting, by sorting
+        merge_kernel.merge(torch.zeros(10 * most).int(), torch.zeros(2, 4).long(), most, [256, 64, 10], 1)
 
 
 def launch_decompression(DIM: int, nbits: int, dtype: torch.dtype = torch.float16) -> None:

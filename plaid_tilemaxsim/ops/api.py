@@ -334,9 +334,10 @@ def dense_maxsim(
         if fast and D.data_ptr() % 16 == 0:
             dense_fast_kernel.dense_maxsim(Q3, D, lengths, offsets, pids, out, count, precision)
         else:
-            if D.dtype == torch.float32 and precision == "fp16x3":
-                _require("precision", tuning.interpreted(), "tf32x3, ieee or tf32 for this chip, DIM and D", precision)
-                precision = "ieee"  # the interpreter's products are fp32
+            if precision == "fp16x3":
+                ignored = D.dtype != torch.float32 or tuning.interpreted()  # the interpreter's products are fp32
+                _require("precision", ignored, "tf32x3, ieee or tf32 for this chip, DIM and D", precision)
+                precision = "ieee"
             dense_kernel.dense_maxsim(Q3, D, lengths, offsets, pids, out, count, precision)
     else:
         from . import cpu, eager

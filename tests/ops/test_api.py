@@ -191,6 +191,68 @@ def test_count_on_the_cpu(c, impl):
         assert (out[2:] == 7.0).all()
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"pids": torch.tensor([3, 16])}, IndexError, "pids: expected 0..15, got 16"),
+        ({"pids": torch.tensor([3, -1])}, IndexError, "pids: expected 0..15, got -1"),
+        ({"offsets": torch.tensor([0, 724])}, ValueError, "offsets: expected 0..723, got 724"),
+        ({"Q": torch.full((5, 64), torch.inf)}, ValueError, "Q: expected finite values"),
+    ],
+)
+def test_what_lies_on_the_cpu_is_looked_at(c, change, error, message):
+    cs = api.centroid_scores(c.Q, c.centroids)
+    arguments = residual_arguments(c, cs) | change
+    n = len(arguments.get("pids", arguments["offsets"][1:]))
+    out = torch.full((n,), 7.0)
+    with pytest.raises(error, match=re.escape(message)):
+        api.residual_maxsim(**arguments, out=out)
+    assert (out == 7.0).all()
+    # what is not asked for is not looked at
+    if "pids" in change:
+        api.residual_maxsim(**arguments, count=torch.ones(1, dtype=torch.int32))
+
+
+def test_lengths_on_the_cpu_are_looked_at():
+    for bad in (-1, 4):
+        with pytest.raises(ValueError, match=re.escape(f"lengths: expected 0..3, got {bad}")):
+            api.dense_maxsim(torch.ones(1, 8), torch.ones(2, 3, 8), lengths=torch.tensor([0, bad]))
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference", "triton"])
+def test_without_tokens_count_holds_too(impl, device):
+    if impl == "torch" and device == "cuda":
+        pytest.skip("for CPU tensors")
+    Q, offsets, codes = (
+        torch.ones(2, 64, device=device),
+        torch.zeros(5, dtype=torch.int64, device=device),
+        torch.zeros(0, 8),
+    )
+    for count, taken in ((2, 2), (-1, 0), (9, 4)):
+        counted = torch.tensor([count], dtype=torch.int32, device=device)
+        for run in (
+            lambda **kw: api.dense_maxsim(Q, torch.zeros(0, 64, device=device), **kw),
+            lambda **kw: api.pq_maxsim(Q, codes.byte().to(device), torch.zeros(8, 256, 8).half().to(device), **kw),
+        ):
+            out = torch.full((4,), 7.0, device=device)
+            run(offsets=offsets, out=out, count=counted, impl=impl)
+            assert out.tolist() == [-torch.inf] * taken + [7.0] * (4 - taken)
+
+
+def test_a_query_with_a_gradient_is_taken(c):
+    Q = c.Q.requires_grad_()
+    cs = api.centroid_scores(Q, c.centroids, 0.1)
+    scores = api.residual_maxsim(**residual_arguments(c, cs) | {"Q": Q})
+    assert not scores.requires_grad
+    assert torch.equal(scores, api.residual_maxsim(**residual_arguments(c, cs) | {"Q": Q.detach()}))
+
+
+def test_precision_is_ignored_but_for_fp32(device):
+    Q, D = torch.randn(2, 64, device=device).half(), torch.randn(3, 5, 64, device=device).half()
+    scores = [api.dense_maxsim(Q, D, precision=precision, impl="triton") for precision in api.PRECISIONS]
+    assert all(torch.equal(scores[0], other) for other in scores)
+
+
 def test_importing_ops_imports_no_triton():
     code = "import sys, plaid_tilemaxsim.ops.api, plaid_tilemaxsim.ops.cpu; sys.exit('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

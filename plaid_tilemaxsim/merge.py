@@ -56,6 +56,5 @@ def merge(parts: Sequence[Survivors], params: SearchParams) -> tuple[Tensor, Ten
 
 
 def _joined(parts: Sequence[Survivors], name: str) -> Tensor | None:
-    """NaN counts as -inf, as in the kernels."""
     columns = [getattr(part, name) for part in parts]
-    return None if columns[0] is None else torch.cat(columns).nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    return None if columns[0] is None else torch.cat(columns)

@@ -192,7 +192,7 @@ def select_top(scores: Tensor, pids: Tensor, m: int) -> tuple[Tensor, Tensor]:
 def top_mask(scores: Tensor, pids: Tensor, m: int) -> Tensor:
     """bool ``[n]``: which ``select_top`` takes, for m < n."""
     if m <= 0:
-        return pids[:0], scores[:0]
+        return torch.zeros_like(scores, dtype=torch.bool)
     scores = _without_nan(scores)
     cut = scores.topk(m, sorted=False).values.amin()
     chosen = scores > cut

@@ -100,6 +100,23 @@ def _parser() -> argparse.ArgumentParser:
     shard.add_argument("--out", metavar="DIR", help="folder for them (default: INDEX.shards)")
     shard.set_defaults(command=_shard)
 
+    plan = commands.add_parser(
+        "plan",
+        help="memory, GPUs and expected times of a collection, from the published measurements",
+        description="Memory by part, how many GPUs hold it, and expected latency and throughput of every mode, as sums "
+        "of measured pieces: 32 query tokens, 128 dimensions, lengths spread as in MS MARCO. Needs neither a GPU nor "
+        "an index.",
+    )
+    plan.add_argument("--passages", type=int, required=True)
+    plan.add_argument("--avg-len", type=float, required=True, help="tokens a passage")
+    plan.add_argument("--nbits", type=int, default=2, help="bits a dimension: 1, 2 or 4 (default: %(default)s)")
+    plan.add_argument("--gpu", default="h200", help="default: %(default)s, the only one that was measured")
+    plan.add_argument("--placement", default="gpu", help="of residuals and lists: gpu (default) or host")
+    plan.add_argument("--centroids", type=int, help="default: as many as colbert-ai takes")
+    plan.add_argument("--shards", type=int, help="default: as few as fit")
+    plan.add_argument("--gpus-per-machine", type=int, default=8, help="default: %(default)s")
+    plan.set_defaults(command=_plan)
+
     tune = commands.add_parser(
         "tune",
         help="measure block choices on this GPU, into a file for the scorer option `tuning`",
@@ -255,6 +272,18 @@ def _shard(args: argparse.Namespace) -> int:
     for one in manifest.shards:
         last = one.first_pid + one.num_passages - 1
         print(f"{manifest.path / one.folder}: passages {one.first_pid:,} to {last:,}, {one.num_tokens:,} tokens")
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from plaid_tilemaxsim.plan import describe
+
+    words = {name: value for name, value in vars(args).items() if name != "command"}
+    try:
+        print(describe(**words))
+    except ValueError as error:
+        print(f"plaid-tilemaxsim: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

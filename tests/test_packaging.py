@@ -113,7 +113,10 @@ def test_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> N
     evaluation = [*(ROOT / "eval").rglob("*.py"), ROOT / "eval" / "report.css", *(ROOT / "configs").glob("*.json")]
     wanted |= {f"plaid_tilemaxsim_{path.relative_to(ROOT)}" for path in evaluation if path.parent.name != "configs"}
     wanted |= {f"plaid_tilemaxsim_eval/configs/{path.name}" for path in evaluation if path.parent.name == "configs"}
-    assert {name for name in names if not name.startswith(info)} == wanted | {"plaid_tilemaxsim/py.typed"}
+    assert {name for name in names if not name.startswith(info)} == wanted | {
+        "plaid_tilemaxsim/py.typed",
+        "plaid_tilemaxsim/measured.json",
+    }
     assert message["Name"] == "plaid-tilemaxsim"
     assert message["License"] == "Apache-2.0"
     assert {"gpu", "cpu", "eval", "dev"} <= set(message.get_all("Provides-Extra", []))

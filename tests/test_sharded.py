@@ -6,6 +6,7 @@ Without a GPU the CPU stands in for all devices, with one it does: its shards ha
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -414,3 +415,29 @@ def test_real_indexes(n: int) -> None:
         ):
             wanted = one.search_batch(Q, params)
             assert all(map(same, several.search_batch(Q, params), wanted)), (folder.parent.name, params)
+
+
+def test_the_benchmark_checks_before_it_times(tmp_path: Path, monkeypatch: Any) -> None:
+    from scripts import bench_devices
+
+    folder = make_index(tmp_path / "index", n=120, C=32)
+    torch.save(make_queries(folder, n=3, LQ=8), tmp_path / "Q.pt")
+    device = "0" if ON_GPU else "cpu"
+    command = ["--index", str(folder), "--queries", str(tmp_path / "Q.pt"), "--devices", f"{device},{device}"]
+    command += ["--k", "10", "--batch", "6", "--repeats", "1", "--queries-checked", "2", "--out"]
+    bench_devices.main([*command, str(tmp_path / "good.json")])
+    result = json.loads((tmp_path / "good.json").read_text())
+    assert result["correct"] is True
+    assert {"latency_ratio", "exhaustive_scaling", "batch_scaling"} <= set(result["figures"])
+    assert str(tmp_path) not in (tmp_path / "good.json").read_text()
+
+    real = ShardedEngine.search
+
+    def shuffled(self: Any, *args: Any, **kwargs: Any) -> Answer:
+        pids, scores = real(self, *args, **kwargs)
+        return pids.roll(1), scores
+
+    monkeypatch.setattr(ShardedEngine, "search", shuffled)
+    with pytest.raises(SystemExit):
+        bench_devices.main([*command, str(tmp_path / "bad.json")])
+    assert json.loads((tmp_path / "bad.json").read_text())["correct"] is False

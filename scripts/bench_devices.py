@@ -1,0 +1,176 @@
+"""One index on several devices beside one of them, in one process: equal answers first, then times.
+
+    python scripts/bench_devices.py --index INDEX --queries Q.pt --devices 0,1 --out eval/results/h200_x2.json
+
+``Q.pt`` holds encoded queries, fp32 [n, LQ, DIM], or a dict with them as "Q". The run counts as correct only if shards
+and replicas return the bits of one device in every mode, alone and in batches, with a mask, a filter and given pids,
+and if the same check rejects the answers of another query. Figures:
+
+    latency_ratio        median of a search in mode plaid on all devices over that on one: the worst k
+    exhaustive_scaling   median of a scan of the whole index on one device over that on all
+    batch_scaling        queries a second of batches over replicas, one a device, over those on one device
+
+With one GPU, ``--devices 0,0`` checks the same code: two shards, and two replicas, on that GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import Tensor
+
+from eval.latency import summary
+from plaid_tilemaxsim.config import ScorerConfig
+from plaid_tilemaxsim.engine import SearchEngine, SearchParams, with_defaults
+from plaid_tilemaxsim.index.files import read_index
+from plaid_tilemaxsim.index.resident import load_resident
+from plaid_tilemaxsim.sharded import Replicas, build_engine, resolve_devices
+from scripts.ab_latency import conclude, described, recorded, timed
+
+Answer = tuple[Tensor, Tensor]
+
+
+def same(a: Answer, b: Answer) -> bool:
+    """To the bit."""
+    return torch.equal(a[0], b[0]) and torch.equal(a[1].view(torch.int32), b[1].view(torch.int32))
+
+
+def differences(one: SearchEngine, several: SearchEngine, queries: Tensor, params: SearchParams) -> list[str]:
+    """What the engines answer differently."""
+    N = one.index.num_passages
+    mask = torch.rand(N, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask[: N // 3] = False
+    given = torch.randint(0, N, (1000,), generator=torch.Generator().manual_seed(1))
+    calls: dict[str, dict[str, Any]] = {
+        "search": {},
+        "mask": {"allow": mask},
+        "filter": {"filter_fn": lambda pids: pids[pids % 3 == 0]},
+        "pids": {"pids": given},
+    }
+    found = []
+    for name, filters in calls.items():
+        wanted = [one.search(q, params, **filters) for q in queries]
+        if not all(same(several.search(q, params, **filters), want) for q, want in zip(queries, wanted)):
+            found.append(name)
+        if len(queries) > 1 and same(wanted[0], wanted[1]):
+            found.append(f"{name}: the answers of two queries are not told apart")
+    wanted = [one.search(q, params) for q in queries]
+    if not all(map(same, several.search_batch(queries, params), wanted)):
+        found.append("batch")
+    if one.device.type == "cuda":
+        on_device = queries.to(one.device)
+        if not all(same(several.search(q, params), want) for q, want in zip(on_device, wanted)):
+            found.append("queries on the device")
+    if not torch.equal(several.score_pids(queries[:1], given).cpu(), one.score_pids(queries[:1], given).cpu()):
+        found.append("score_pids")
+    return found
+
+
+def in_turns(engines: dict[str, SearchEngine], work: Any, repeats: int) -> dict[str, list[float]]:
+    """Milliseconds of ``work(engine)``, a list of them, of each engine in turn; the first turn is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    for turn in range(repeats + 1):
+        for name, engine in engines.items():
+            spent = work(engine)
+            if turn:
+                times[name] += spent
+    return times
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--index", type=Path, required=True)
+    parser.add_argument("--queries", type=Path, required=True)
+    parser.add_argument("--devices", required=True, help="GPU numbers or cpu, with commas; the first one is also alone")
+    parser.add_argument("--placement", default="auto", choices=["auto", "gpu", "host", "disk"])
+    parser.add_argument("--k", type=int, nargs="+", default=[10, 100, 1000])
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--queries-timed", type=int, default=50)
+    parser.add_argument("--queries-checked", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--commit", help="of this code, for the record, where there is no checkout to ask")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+
+    words = [int(word) if word.isdecimal() else word for word in args.devices.split(",")]
+    places = resolve_devices(ScorerConfig(devices=words).devices, 1, False)[0]  # type: ignore[arg-type]
+    queries = torch.load(args.queries, weights_only=True)
+    queries = (queries["Q"] if isinstance(queries, dict) else queries).float()
+    timed_queries, checked = queries[: args.queries_timed], queries[: args.queries_checked]
+    figures: dict[str, float] = {"devices": len(places), "distinct_devices": len(set(places))}
+    detail: dict[str, Any] = {"devices": [str(place) for place in places]}
+    problems: list[str] = []
+
+    index = read_index(args.index, verify="structure")
+    one = SearchEngine(load_resident(index, places[0], args.placement))
+    began = time.perf_counter()
+    several = build_engine(index, [places], args.placement)
+    figures["shards_load_s"] = time.perf_counter() - began
+    detail["shard_bytes"] = [shard.device_bytes for shard in getattr(several.index, "shards", ())]
+    engines = {"one": one, "shards": several}
+
+    modes = {f"plaid_k{k}": with_defaults(k) for k in args.k}
+    modes["rerank"] = with_defaults(100, mode="rerank")
+    modes["exhaustive"] = with_defaults(1000, mode="exhaustive")
+    modes["prefilter"] = with_defaults(100, mode="exhaustive", prefilter=10_000)
+    for name, params in modes.items():
+        problems += [f"shards: {name}: {what}" for what in differences(one, several, checked, params)]
+    print(f"checked {len(modes)} modes on {len(places)} shards: {problems or 'equal'}", flush=True)
+    for name, params in modes.items():
+        few = timed_queries if name.startswith("plaid") else timed_queries[:10]
+        times = in_turns(engines, lambda e: [timed(e.search, q, params) for q in few], args.repeats)  # noqa: B023
+        detail[name] = {engine: summary(ms) for engine, ms in times.items()}
+        for engine, ms in times.items():
+            figures[f"{name}_p50_ms_{engine}"] = statistics.median(ms)
+        if name.startswith("plaid") and places[0].type == "cuda":
+            stages = [several.profile(q, params) for q in queries[:3]]
+            detail[name]["stages_ms"] = {s: statistics.median(x[s] for x in stages) for s in stages[0]}
+        print(name, {e: round(statistics.median(ms), 4) for e, ms in times.items()}, flush=True)
+
+    batch, params = queries[torch.arange(args.batch) % len(queries)], with_defaults(args.k[0])
+    shards_ms = in_turns(engines, lambda e: [timed(e.search_batch, batch, params)], args.repeats)
+    figures["batch_qps_shards"] = args.batch / statistics.median(shards_ms["shards"]) * 1e3
+    several.close()
+    del several, engines
+    copies = Replicas([one, *(SearchEngine(load_resident(index, place, args.placement)) for place in places[1:])])
+    for name, params in modes.items():
+        problems += [f"replicas: {name}: {what}" for what in differences(one, copies, checked, params)]
+    params = with_defaults(args.k[0])
+    if not all(map(same, copies.search_batch(batch, params), one.search_batch(batch, params))):
+        problems.append("replicas: a large batch")
+    both = {"one": one, "replicas": copies}
+    batch_ms = in_turns(both, lambda e: [timed(e.search_batch, batch, params)], args.repeats)
+    for engine, ms in batch_ms.items():
+        figures[f"batch_qps_{engine}"] = args.batch / statistics.median(ms) * 1e3
+    detail["batch"] = {"queries": args.batch, "k": args.k[0], **{e: summary(ms) for e, ms in batch_ms.items()}}
+
+    ratios = {k: figures[f"plaid_k{k}_p50_ms_shards"] / figures[f"plaid_k{k}_p50_ms_one"] for k in args.k}
+    figures |= {f"latency_ratio_k{k}": ratio for k, ratio in ratios.items()}
+    figures["latency_ratio"] = max(ratios.values())
+    figures["rerank_scaling"] = figures["rerank_p50_ms_one"] / figures["rerank_p50_ms_shards"]
+    figures["exhaustive_scaling"] = figures["exhaustive_p50_ms_one"] / figures["exhaustive_p50_ms_shards"]
+    figures["batch_scaling"] = figures["batch_qps_replicas"] / figures["batch_qps_one"]
+    conclude(
+        {
+            "problems": problems[:40],
+            "figures": figures,
+            "detail": detail,
+            "index": described(args.index, index),
+            "queries": len(timed_queries),
+            **recorded(args.commit),
+        },
+        args.out,
+    )
+
+
+if __name__ == "__main__":
+    main()

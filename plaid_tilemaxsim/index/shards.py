@@ -30,6 +30,9 @@ from plaid_tilemaxsim.index.resident import (
 
 log = logging.getLogger("plaid_tilemaxsim")
 
+# Entries of lists that are copied at once: bounds the temporaries, some 32 bytes each.
+LIST_ENTRIES = 1 << 22
+
 
 @dataclass(frozen=True, eq=False)
 class ShardedIndex:
@@ -113,10 +116,11 @@ def parts_of(index: PlaidIndex, bounds: Sequence[int]) -> list[PlaidIndex]:
     if list(bounds) == [0, index.num_passages]:
         return [index]
     check_pid_lists(index.ivf_pids, index.ivf_offsets, index.num_passages, index.ivf_file)
-    return [_part(index, begin, end) for begin, end in itertools.pairwise(bounds)]
+    return [unchecked_part(index, begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
-def _part(index: PlaidIndex, begin: int, end: int) -> PlaidIndex:
+def unchecked_part(index: PlaidIndex, begin: int, end: int) -> PlaidIndex:
+    """``part_of`` for lists that were checked before; holds the part's lists, and reads no others."""
     first, last = int(index.offsets[begin]), int(index.offsets[end])
     chunks = []
     for chunk in index.chunks:
@@ -128,15 +132,22 @@ def _part(index: PlaidIndex, begin: int, end: int) -> PlaidIndex:
             numbers = pid[0] - begin, token[0] - first, pid[1] - pid[0], token[1] - token[0]
             chunks.append(Chunk(chunk.codes_file, *numbers, codes, residuals))
     # The lists ascend, so a shard's share of each is a range of it.
-    inside = (index.ivf_pids >= begin) & (index.ivf_pids < end)
-    shares = _entries_below(index, end) - _entries_below(index, begin)
+    before = _entries_below(index, begin)
+    shares = _entries_below(index, end) - before
     ivf_offsets = torch.zeros_like(index.ivf_offsets)
     torch.cumsum(shares, 0, out=ivf_offsets[1:])
+    ivf_pids = torch.empty(int(ivf_offsets[-1]), dtype=index.ivf_pids.dtype)
+    # Of every list, how far its share moves to the front.
+    moved = index.ivf_offsets[:-1] + before - ivf_offsets[:-1]
+    for done in range(0, ivf_pids.numel(), LIST_ENTRIES):
+        place = torch.arange(done, min(done + LIST_ENTRIES, ivf_pids.numel()))
+        lists = torch.searchsorted(ivf_offsets, place, right=True) - 1
+        ivf_pids[place] = index.ivf_pids[place + moved[lists]] - begin
     return replace(
         index,
         doclens=index.doclens[begin:end],
         offsets=index.offsets[begin : end + 1] - first,
-        ivf_pids=index.ivf_pids[inside] - begin,
+        ivf_pids=ivf_pids,
         ivf_offsets=ivf_offsets,
         chunks=tuple(chunks),
         files=(),

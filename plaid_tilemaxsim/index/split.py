@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from plaid_tilemaxsim.index.checks import check_int, check_range, invalid
+from plaid_tilemaxsim.index.checks import check_int, check_pid_lists, check_range, invalid
 from plaid_tilemaxsim.index.files import INT32_MAX, PlaidIndex, read_index, read_json
-from plaid_tilemaxsim.index.shards import part_of, shard_bounds
+from plaid_tilemaxsim.index.shards import shard_bounds, unchecked_part
 
 VERSION = 1
 MANIFEST, SHARD = "shards.json", "shard.json"
@@ -61,10 +61,10 @@ class Manifest:
 def split_index(path: Path | str, n: int, out: Path | str, *, progress: bool = True) -> Manifest:
     """Cuts the index in a folder into ``n`` shards under ``out``, or completes what an earlier run left there.
 
-    Holds one chunk of at most CHUNK_PASSAGES passages and the lists in memory. A shard that is there and was made from
-    the same state of the same index is kept. progress: a bar on stderr, of tokens. Raises ValueError for an index
-    that is out of order or has fewer than n passages with tokens, where ``out`` holds something else, or where the
-    disk has too little room.
+    Holds one chunk of at most CHUNK_PASSAGES passages, the lists of one shard and 12 bytes a passage in memory. A shard
+    that is there and was made from the same state of the same index is kept. progress: a bar on stderr, of tokens.
+    Raises ValueError for an index that is out of order or has fewer than n passages with tokens, where ``out`` holds
+    something else, or where the disk has too little room.
     """
     index, out = read_index(path, verify="structure"), Path(out)
     bounds = shard_bounds(index.offsets, n)
@@ -87,6 +87,7 @@ def split_index(path: Path | str, n: int, out: Path | str, *, progress: bool = T
     needed = missing * (4 + index.dim * index.nbits // 8) + 4 * index.ivf_pids.numel()
     if shutil.disk_usage(out).free < needed:
         raise invalid(out, "disk", f"room for {needed} bytes", f"{shutil.disk_usage(out).free} free")
+    check_pid_lists(index.ivf_pids, index.ivf_offsets, index.num_passages, index.ivf_file)
     shards: list[Shard] = []
     with tqdm(total=missing, desc="shards", unit=" tokens", unit_scale=True, disable=not progress) as bar:
         for (begin, end), shard in _pairs(bounds, done):
@@ -135,7 +136,7 @@ def _write_shard(index: PlaidIndex, begin: int, end: int, folder: Path, source: 
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
-        _write_index(part_of(index, begin, end), index.path, partial, bar)
+        _write_index(unchecked_part(index, begin, end), index.path, partial, bar)
         written = read_index(partial, verify="structure")
         shard = Shard(folder.name, begin, written.num_passages, written.num_tokens, written.content_digest())
         _write_json(partial / SHARD, {"source": source, "shard": asdict(shard)})

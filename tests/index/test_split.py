@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from plaid_tilemaxsim import cli
-from plaid_tilemaxsim.index import split
+from plaid_tilemaxsim.index import shards, split
 from plaid_tilemaxsim.index.files import read_index
 from plaid_tilemaxsim.index.lists import build_pid_lists
 from plaid_tilemaxsim.index.split import check_shard, read_manifest, split_index
@@ -29,6 +29,7 @@ def contents(folder):
 @pytest.mark.parametrize("chunk", [7, 25_000])
 def test_shards_hold_the_source(source, tmp_path, n, chunk, monkeypatch):
     monkeypatch.setattr(split, "CHUNK_PASSAGES", chunk)
+    monkeypatch.setattr(shards, "LIST_ENTRIES", 10 * chunk)
     before = contents(source)
     whole = read_index(source)
     manifest = split_index(source, n, tmp_path, progress=False)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from plaid_tilemaxsim.funnel import Pids, SearchParams, Stages, default_params, run_funnel, run_shard
 from plaid_tilemaxsim.merge import Survivors, merge
+from plaid_tilemaxsim.ops.api import MAX_LQ
 from plaid_tilemaxsim.stats import Watch
 
 if TYPE_CHECKING:
@@ -328,6 +329,8 @@ class SearchEngine:
         Q = Q.detach()
         if Q.size(-2) == 0:
             raise ValueError("Q: expected at least one query token, got none")
+        if Q.size(-2) > MAX_LQ:
+            raise ValueError(f"Q: expected at most {MAX_LQ} query tokens, got {Q.size(-2)}")
         if Q.device.type == "cpu":  # a check on the GPU would wait for it; NaN scores then rank last
             norm = float(torch.linalg.vector_norm(Q.float()))
             if not math.isfinite(norm):

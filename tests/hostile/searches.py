@@ -431,7 +431,7 @@ def rankers(where: Where) -> list[tuple[Shelf, Any]]:
 
 
 FIELDS: dict[str, tuple[Any, ...]] = {
-    "ncells": (0, -1, 2.5, "2", [1], 10**6),
+    "ncells": (0, -1, 2.5, "2", [1]),
     "centroid_score_threshold": (math.nan, math.inf, "high", [0.4]),
     "ndocs": (-1, 2.5, "many"),
     "query_maxlen": (0, -1, "long", 1.5),

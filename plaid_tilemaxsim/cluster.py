@@ -407,7 +407,9 @@ class ClusterSearcher:
     ) -> Tensor:
         """int32 [n] ascending: what the query may find, of all shards."""
         query = Q[0].detach().float().cpu().numpy()
-        answers = self._ask("candidates", dict.fromkeys(range(len(masks)), (query, params)), missing, partial)
+        answers = self._ask(
+            "candidates", dict.fromkeys(range(len(masks)), (query, params, self._range)), missing, partial
+        )
         parts = []
         for i, answer in sorted(answers.items()):
             pids = torch.tensor(answer)
@@ -525,13 +527,12 @@ class ShardActor:
         columns = ((one.pids, one.exact, one.first, one.second) for one in found)
         return [tuple(None if column is None else column.numpy() for column in row) for row in columns]
 
-    def candidates(self, Q: np.ndarray, params: SearchParams) -> np.ndarray:
-        """int32 [n] ascending: candidates of Q fp32 [LQ, DIM] in this shard, before any pruning."""
+    def candidates(self, Q: np.ndarray, params: SearchParams, within: Range | None) -> np.ndarray:
+        """int32 [n] ascending: candidates of Q fp32 [LQ, DIM] in this shard, before any pruning. within: as above."""
         if params.mode == "exhaustive":
             return np.arange(self._resident.num_passages, dtype=np.int32)
-        # Inverse norms do not matter here.
-        engine = self._engine or SearchEngine(self._resident, impl=self._options.impl)
-        return engine.candidates(torch.tensor(Q)[: params.query_maxlen], params.ncells).cpu().numpy()
+        short = torch.tensor(Q)[: params.query_maxlen]
+        return self._ready(within).candidates(short, params.ncells).cpu().numpy()
 
     def _ready(self, within: Range | None) -> SearchEngine:
         from plaid_tilemaxsim.index.resident import quantised_inverse_norms

@@ -226,3 +226,16 @@ def test_closed(folder, ray_here, queries):
     one.close()
     with pytest.raises(ValueError, match="expected an open one"):
         one.dense_search(queries[:1])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(folder, ray_here, whole, queries):
+    """Two shards on one GPU: 16-bit inverse norms are steps over the range of both."""
+    one = SearchEngine(load_resident(whole[1], "cuda"))
+    params = with_defaults(10, query_maxlen=32)
+    split_index(folder / "index", 2, folder / "two", progress=False)
+    with cluster.ClusterSearcher(folder / "two", gpus=0.5, load_timeout=120) as searcher:
+        for Q in queries:
+            assert same(searcher.dense_search(Q[None], 10), one.search(Q, params))
+            found = searcher.dense_search(Q[None], 10, filter_fn=lambda pids: pids[::2])
+            assert same(found, one.search(Q, params, filter_fn=lambda pids: pids[::2].contiguous()))

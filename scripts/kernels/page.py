@@ -14,6 +14,10 @@ from scripts.kernels.peers import NOT_RUN, PAPER
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "eval" / "results" / "h200_kernels.json"
 NOTHING = "Not measured yet: `python scripts/bench_kernels.py`."
+SWEEPS_PLOT = (
+    "![% of read bandwidth over query length, passage length, dimensions and batch; residual throughput]"
+    "(plots/sweeps.svg)"
+)
 NO_SWEEPS = "The committed results have no sweeps: `python scripts/bench_kernels.py --groups sweeps --merge`."
 
 # figure -> what it is, its unit, whether more is better, target, stretch
@@ -196,7 +200,7 @@ def sweeps(result: dict[str, Any]) -> str:
         rows.append([row["group"].removeprefix("sweep "), str(row["LQ"]), tokens, str(row["DIM"]), values,
                      f"{row['passages']:,}", *tail])  # fmt: skip
     header = ["sweep", "LQ", "tokens", "DIM", "values", "passages", "ms", "% of read", "Gtok/s", "over the paper's"]
-    return table(header, rows)
+    return f"{table(header, rows)}\n\n{SWEEPS_PLOT}"
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {

@@ -27,16 +27,53 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+# Every command by what it is for, with an example and what it does, as `--help` shows them.
+COMMANDS = {
+    "search": {
+        "run": ("run -- search.py", "run an unmodified Python program with the plugin enabled"),
+        "serve": ("serve my.index --collection collection.tsv", "answer searches over HTTP, in batches"),
+    },
+    "an index": {
+        "inspect": ("inspect my.index", "check a PLAID index, and say what it holds and where it would fit"),
+        "warmup": ("warmup my.index --k 10,100", "compile what searching an index needs, into Triton's cache on disk"),
+        "pq": ("pq my.index --m 16", "train a product quantiser on an index, for the scorer option codec"),
+        "shard": ("shard my.index --n 4", "cut an index into shards, stock indexes of their own, for several machines"),
+        "plan": (
+            "plan --passages 138364198 --avg-len 68",
+            "memory, GPUs and expected times of a collection, from the published measurements",
+        ),
+    },
+    "measure": {
+        "eval": ("eval --dataset pydocs:2000 --out results", "index, search, measure and compare with stock PLAID"),
+        "tune": ("tune --out tuning.json", "measure block choices on this GPU, into a file for the option `tuning`"),
+        "env": ("env", "versions, devices and what they mean for the plugin: for bug reports"),
+    },
+}
+
+
 def _parser() -> argparse.ArgumentParser:
+    lines = ["ColBERTv2/PLAID search scored by fused GPU kernels, as a plugin for colbert-ai."]
+    for group, members in COMMANDS.items():
+        lines += ["", f"{group}:"]
+        for name, (example, text) in members.items():
+            lines += [f"  {name:<9} {text}", f"            plaid-tilemaxsim {example}"]
     parser = argparse.ArgumentParser(
         prog="plaid-tilemaxsim",
-        description="ColBERTv2/PLAID search scored by fused GPU kernels, as a plugin for colbert-ai.",
+        usage="plaid-tilemaxsim COMMAND ...",
+        description="\n".join(lines),
+        epilog="`plaid-tilemaxsim COMMAND --help` has the options of a command. In Python: plaid_tilemaxsim.enable(),\n"
+        'then ColBERTConfig(scorer="tilemaxsim").',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    examples = {name: example for members in COMMANDS.values() for name, (example, _) in members.items()}
+    parsers = parser.add_subparsers(metavar="COMMAND", required=True, help=argparse.SUPPRESS)
 
-    run = commands.add_parser(
+    def add_parser(name: str, **options: Any) -> argparse.ArgumentParser:
+        options.setdefault("epilog", f"example: plaid-tilemaxsim {examples[name]}")
+        return parsers.add_parser(name, prog=f"plaid-tilemaxsim {name}", **options)
+
+    run = add_parser(
         "run",
-        help="run an unmodified Python program with the plugin enabled",
         usage="plaid-tilemaxsim run [--scorer NAME] [--scorer-options JSON] [--] (SCRIPT.py | -m MODULE) [ARG ...]",
         description="Runs a program as `python SCRIPT.py ARG ...` or `python -m MODULE ARG ...` would, with "
         "plaid_tilemaxsim enabled. A config that names a scorer itself is left alone.",
@@ -52,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     run.set_defaults(command=_run, usage_error=run.error)
 
-    inspect = commands.add_parser("inspect", help="check a PLAID index, and say what it holds and where it would fit")
+    inspect = add_parser("inspect")
     inspect.add_argument("index", metavar="INDEX", help="folder of the index")
     inspect.add_argument(
         "--verify",
@@ -63,9 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspect.set_defaults(command=_inspect)
 
-    warmup = commands.add_parser(
+    warmup = add_parser(
         "warmup",
-        help="load an index and compile what searching it needs, into Triton's cache on disk",
         description="A search compiles the kernels it needs when it first needs them. This does so beforehand, for "
         "all processes that share the cache (TRITON_CACHE_DIR), and reports the time of a search afterwards.",
     )
@@ -75,9 +111,8 @@ def _parser() -> argparse.ArgumentParser:
     warmup.add_argument("--scorer-options", type=_json_object, metavar="JSON", help="as in ColBERTConfig")
     warmup.set_defaults(command=_warmup)
 
-    pq = commands.add_parser(
+    pq = add_parser(
         "pq",
-        help="train a product quantiser on an index, for the scorer option codec",
         description="Trains on a sample of the index's embeddings, encodes all of them and writes a sidecar beside the "
         """index's own files, which stay as they are. Used where asked for: scorer_options={"codec": "pq"}.""",
     )
@@ -89,9 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     pq.add_argument("--force", action="store_true", help="replace a sidecar that is in order")
     pq.set_defaults(command=_pq)
 
-    shard = commands.add_parser(
+    shard = add_parser(
         "shard",
-        help="cut an index into shards, stock indexes of their own, for several machines",
         description="Writes shards of contiguous passages with about equally many tokens, and a manifest that "
         "plaid_tilemaxsim.cluster opens. Run again after an interruption, it goes on after the last complete shard.",
     )
@@ -100,9 +134,8 @@ def _parser() -> argparse.ArgumentParser:
     shard.add_argument("--out", metavar="DIR", help="folder for them (default: INDEX.shards)")
     shard.set_defaults(command=_shard)
 
-    plan = commands.add_parser(
+    plan = add_parser(
         "plan",
-        help="memory, GPUs and expected times of a collection, from the published measurements",
         description="Memory by part, how many GPUs hold it, and expected latency and throughput of every mode, as sums "
         "of measured pieces: 32 query tokens, 128 dimensions, lengths spread as in MS MARCO. Needs neither a GPU nor "
         "an index.",
@@ -117,9 +150,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--gpus-per-machine", type=int, default=8, help="default: %(default)s")
     plan.set_defaults(command=_plan)
 
-    tune = commands.add_parser(
+    tune = add_parser(
         "tune",
-        help="measure block choices on this GPU, into a file for the scorer option `tuning`",
         description="Tries other block choices for every kernel on synthetic data, each checked against an fp64 oracle "
         "before it is timed, and writes those that are faster than the built-in ones. The file holds for GPUs of this "
         """kind and is used where asked for: scorer_options={"tuning": FILE}, or PLAID_TILEMAXSIM_TUNING=FILE.""",
@@ -131,13 +163,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     tune.set_defaults(command=_tune)
 
-    serve = commands.add_parser(
+    serve = add_parser(
         "serve",
-        help="answer searches over HTTP, in batches",
         description='Loads an index and its encoder and answers POST /search {"query": TEXT, "k": 10} with JSON; also '
         "GET /health, /metrics (Prometheus) and /openapi.json. Queries that come together are searched together. "
         "SIGTERM ends it once it has answered what it accepted. Needs pip install 'plaid-tilemaxsim[serve]'.",
-        epilog="""example: curl -H 'Content-Type: application/json' -d '{"query": "what is MaxSim?", "k": 5}' """
+        epilog=f"example: plaid-tilemaxsim {examples['serve']} and then "
+        """curl -H 'Content-Type: application/json' -d '{"query": "what is MaxSim?", "k": 5}' """
         "http://127.0.0.1:8000/search",
     )
     serve.add_argument("index", metavar="INDEX", help="folder of the index")
@@ -151,9 +183,8 @@ def _parser() -> argparse.ArgumentParser:
         serve.add_argument(option, type=type(limit.default), default=limit.default, metavar="N", help=text)
     serve.set_defaults(command=_serve)
 
-    commands.add_parser("eval", help="index, search, measure and compare on MS MARCO, BEIR, ...: eval --help")
-
-    env = commands.add_parser("env", help="versions, devices and what they mean for the plugin")
+    add_parser("eval")  # its own parser answers
+    env = add_parser("env")
     env.set_defaults(command=_env)
     return parser
 

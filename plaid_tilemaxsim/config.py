@@ -156,6 +156,11 @@ def _device_names(devices: Any) -> tuple[str, ...] | None:
     return tuple(names)
 
 
+def choices(option: str) -> tuple[str, ...]:
+    """Valid values of an option that takes names, none for the others."""
+    return _CHOICES.get(option, ())
+
+
 def check_scorer(name: Any) -> str:
     """``scorer`` of a config, None meaning "plaid". ValueError with the valid names otherwise."""
     if name is None:

@@ -88,7 +88,7 @@ install_torch_cpu() {
 }
 
 install_all() {
-    local extras=$torch,eval,dev constraint=$venv/constraints.txt
+    local extras=$torch,eval,dev,docs constraint=$venv/constraints.txt
     if [ "$torch" = cpu ]; then
         note "torch $torch_version, CPU build"
         install_torch_cpu

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from plaid_tilemaxsim.index.files import PlaidIndex, read_index
 from plaid_tilemaxsim.index.lists import build_pid_lists
 from plaid_tilemaxsim.index.pq import PQ
 from plaid_tilemaxsim.index.resident import load_resident
-from plaid_tilemaxsim.index.shards import ShardedIndex, load_shards, with_inverse_norms
+from plaid_tilemaxsim.index.shards import ShardedIndex, load_shards, parts_of, with_inverse_norms
 from plaid_tilemaxsim.ops import reference
 from plaid_tilemaxsim.sharded import Replicas, ShardedEngine, build_engine, resolve_devices
 from tests.synthetic import make_index, make_queries
@@ -183,6 +184,55 @@ def test_survivors_are_those_of_one_shard_of_many(pair: Any, queries: Tensor) ->
     for params in (MODES[0], MODES[5], MODES[9]):
         for Q, survivors in zip(queries, several.survivors(queries, params), strict=True):
             assert same(merge([survivors], params), one.search(Q, params))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_cut_and_any_parameters(index: PlaidIndex, queries: Tensor, seed: int) -> None:
+    """Shards of any sizes, among them of one passage and of empty ones."""
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(*choices: Any) -> Any:
+        return choices[int(torch.randint(len(choices), (1,), generator=g))]
+
+    cuts = torch.randperm(N - 1, generator=g)[: draw(1, 3, 9)].add(1).sort().values.tolist()
+    bounds = [0, *cuts, N]
+    shards = [load_resident(part, DEVICE, norms=False) for part in parts_of(index, bounds)]
+    one = SearchEngine(load_resident(index, DEVICE))
+    several = ShardedEngine(ShardedIndex(tuple(with_inverse_norms(shards)), tuple(bounds[:-1])))
+    for _ in range(30):
+        mode = draw("plaid", "plaid", "rerank", "exhaustive")
+        params = SearchParams(
+            k=draw(None, 1, 5, 50, 2 * N), ncells=draw(1, 2, 7), threshold=draw(-1.0, 0.3, 0.6, 2.0),
+            ndocs=draw(4, 7, 30, 64, 1000), query_maxlen=draw(None, 3, LQ), mode=mode,
+            prefilter=draw(None, 1, 20) if mode == "exhaustive" else None,
+        )  # fmt: skip
+        filters: dict[str, Any] = draw(
+            {},
+            {"allow": torch.rand(N, generator=g) < draw(0.02, 0.5)},
+            {"pids": torch.randint(N, (draw(1, 20),), generator=g)},
+            {"filter_fn": lambda pids: pids[::3]},
+        )
+        Q = draw(*queries)[: draw(1, 5, LQ)]
+        assert same(several.search(Q, params, **filters), one.search(Q, params, **filters)), (bounds, params, filters)
+
+
+def test_threads(index: PlaidIndex, queries: Tensor) -> None:
+    one, several = engines(index, "auto", 3)
+    copies = build_engine(index, [[torch.device(DEVICE)] * 2] * 2)
+    wanted = {params: [one.search(q, params) for q in queries] for params in (MODES[0], MODES[7])}
+
+    def work(i: int) -> bool:
+        params, engine = list(wanted)[i % 2], (several, copies)[i // 2 % 2]
+        return all(
+            same(engine.search(q, params), want)
+            and torch.equal(engine.candidates(q, 2), one.candidates(q, 2))
+            and same(engine.search_batch(queries, params)[0], wanted[params][0])
+            for q, want in zip(queries, wanted[params], strict=True)
+        )
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(32)))
+    copies.close()
 
 
 def test_a_shard_less_is_noticed(index: PlaidIndex, queries: Tensor) -> None:

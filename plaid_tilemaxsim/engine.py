@@ -221,6 +221,8 @@ class SearchEngine:
 
     def warmup(self, lq: int, params: SearchParams, batch: bool = False) -> None:
         """Compile, and on a GPU record, what searches with ``lq`` query tokens and these parameters need."""
+        if type(lq) is not int or not 1 <= lq <= MAX_LQ:
+            raise ValueError(f"lq: expected 1..{MAX_LQ} query tokens, got {lq!r}")
         g = torch.Generator().manual_seed(0)
         Q = torch.nn.functional.normalize(torch.randn(1, lq, self.index.dim, generator=g), dim=-1)
         self.search(Q[0], params)

@@ -265,6 +265,9 @@ def test_threads_get_what_a_single_caller_gets(case):
         (lambda e: e.search(torch.ones(4, 64), SearchParams(), filter_fn=lambda p: p.long()), ValueError, "int32"),
         (lambda e: e.search(torch.ones(4, 64), SearchParams(), allow=torch.ones(9).bool()), ValueError, f"{N}"),
         (lambda e: e.score_pids(torch.ones(2, 4, 64), [1, 2, 3]), ValueError, "3 pids, got 2"),
+        (lambda e: e.search(torch.ones(4, 64, device="meta"), SearchParams()), ValueError, "on meta"),
+        (lambda e: e.search(torch.ones(1025, 64), SearchParams()), ValueError, "at most 1024 query tokens, got 1025"),
+        (lambda e: e.warmup(-1, SearchParams()), ValueError, "lq: expected 1..1024 query tokens, got -1"),
     ],
 )
 def test_bad_calls_are_named(case, call, error, words):
@@ -273,7 +276,8 @@ def test_bad_calls_are_named(case, call, error, words):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("k", 0), ("ncells", 0), ("ndocs", 3), ("mode", "fast"), ("prefilter", 0), ("k", 2.0)]
+    ("field", "value"),
+    [("k", 0), ("ncells", 0), ("ndocs", 3), ("mode", "fast"), ("prefilter", 0), ("k", 2.0), ("threshold", "0.4")],
 )
 def test_bad_parameters_are_named(field, value):
     with pytest.raises(ValueError, match=field):

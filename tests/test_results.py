@@ -49,6 +49,16 @@ def test_a_run_that_failed_its_checks_is_not_shown(tmp_path, monkeypatch):
         update_readme.search_table()
 
 
+@pytest.mark.parametrize(
+    "path", [path for path in RESULTS if path.stem.endswith("_hostile")], ids=lambda path: path.stem
+)
+def test_hostile_calls(path):
+    f = json.loads(path.read_text())["figures"]
+    assert f["hostile_cases"] >= (10_000 if path.stem == "cpu_hostile" else 2_000)
+    assert f["failures"] == 0
+    assert f["sharp"] >= 0.9 * f["compared"] > 0
+
+
 QUALITY = ROOT / "eval" / "results" / "h200_quality.json"
 
 

@@ -222,7 +222,7 @@ def describe(
     loaded = (device + sum(on_host.values())) / 1e9 / m["load_gb_per_s"]
     lines += [
         "",
-        f"shards      {n}, a GPU each, on {machines} machines of {gpus_per_machine}; {room / 1e9:.1f} of a GPU's "
+        f"shards      {n}, a GPU each; machines of {gpus_per_machine} GPUs: {machines}; {room / 1e9:.1f} of a GPU's "
         f"{m['memory_bytes'] / 1e9:.1f} GB are counted on{fits}",
         f"loading     {loaded:.0f} s a shard, side by side",
         "",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from plaid_tilemaxsim import cli, plan
-from scripts import update_plan
+from scripts import update_plan, update_readme
 
 RESULTS = Path(__file__).resolve().parent.parent / "eval" / "results"
 FIGURES = json.loads((RESULTS / "h200_search.json").read_text())["figures"]
@@ -30,6 +30,11 @@ def measured_sizes():
 
 def test_pieces_are_what_the_results_say():
     assert update_plan.FILE.read_text() == update_plan.rendered(), "run python scripts/update_plan.py"
+
+
+def test_page_is_what_the_plan_says():
+    text = update_plan.PAGE.read_text()
+    assert update_readme.rendered(text, update_plan.TABLES, "docs/scale.md") == text
 
 
 @pytest.mark.parametrize("k", plan.KS)

@@ -490,8 +490,8 @@ def residual_maxsim_batch(draw: Draw, where: Where, tally: Tally) -> None:
     if call.refuses(tally):
         return
     tolerance = c.kernel_tolerance if runs_kernels(where, impl) else c.tolerance
-    if where.on_gpu:  # the kernel puts embeddings together in fp16
-        tolerance += c.Q.size(1) * U16
+    if where.on_gpu:  # the kernel puts embeddings together in fp16, and rounds the query to it
+        tolerance += 2.1 * c.Q.size(1) * U16
     chosen.check(tally, call.result(), torch.stack([oracle(c, q) for q in c.Q]), tolerance)
 
 

@@ -70,7 +70,7 @@ class ShardedEngine(SearchEngine):
 
 
 class Shards:
-    """What ``SearchEngine`` asks of a ``DeviceSearch``, from the engines of all shards. Ascending pids stay so."""
+    """What ``SearchEngine`` asks of a ``DeviceSearch``, from the engines of all shards. A watch learns nothing."""
 
     def __init__(self, index: ShardedIndex) -> None:
         self.index = index
@@ -536,8 +536,10 @@ class Replicas(SearchEngine):
 
     def close(self) -> None:
         self._pool.shutdown()
+        self._seen.clear()
         for engine in self.engines:
             engine.close()
+        self.__dict__.pop("index", None)
 
     @contextlib.contextmanager
     def _idle(self) -> Iterator[SearchEngine]:

@@ -16,7 +16,7 @@ class SearchStats:
     candidates are measured where the scorer option ``stats`` is set, else empty and None: seconds by names of
     ``funnel.STAGES`` (on a GPU the device's time in each, so they add up to less than ``seconds``), and how many
     passages came out of candidate generation. A batch on a GPU runs the stages of its queries at the same time, and
-    has neither.
+    has neither, nor has a search on several devices.
     """
 
     mode: str  # "plaid", "rerank" or "exhaustive"; "pids" where the caller named the passages to score

@@ -16,6 +16,7 @@ With one GPU, ``--devices 0,0`` checks the same code: two shards, and two replic
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import time
@@ -141,6 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     figures["batch_qps_shards"] = args.batch / statistics.median(shards_ms["shards"]) * 1e3
     several.close()
     del several, engines
+    gc.collect()
     copies = Replicas([one, *(SearchEngine(load_resident(index, place, args.placement)) for place in places[1:])])
     for name, params in modes.items():
         problems += [f"replicas: {name}: {what}" for what in differences(one, copies, checked, params)]

@@ -321,6 +321,29 @@ def test_a_replica_that_fails_is_heard(index: PlaidIndex, queries: Tensor, monke
         copies.search_batch(many, MODES[0])
 
 
+@pytest.mark.parametrize("groups", [[3], [1, 1], [2, 2]], ids=str)
+def test_closed(index: PlaidIndex, queries: Tensor, groups: list[int]) -> None:
+    engine = build_engine(index, [[torch.device(DEVICE)] * n for n in groups])
+    two = queries[:2]
+    engine.search_batch(two, MODES[0])
+    engine.close()
+    for call in (lambda: engine.search(two[0], MODES[0]), lambda: engine.search_batch(two, MODES[0])):
+        with pytest.raises(ValueError, match="expected an open one, got one that was closed"):
+            call()
+
+
+@pytest.mark.gpu
+def test_close_gives_the_memory_back(index: PlaidIndex, queries: Tensor) -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    engine = build_engine(index, [[torch.device(DEVICE)] * 3] * 2)
+    engine.search_batch(queries, MODES[0])
+    assert torch.cuda.memory_allocated() > before + 100_000
+    engine.close()
+    del engine
+    assert torch.cuda.memory_allocated() <= before + 100_000
+
+
 class TestDevices:
     def test_groups(self) -> None:
         cpu = torch.device("cpu")

@@ -310,7 +310,8 @@ def merges() -> None:
     """Three shards of two queries, by counting and by sorting, against the merge in torch."""
     g = torch.Generator().manual_seed(0)
     for caps, counts in (([33, 7, 60], [33, 0, 31]), ([1, 1, 1], [0, 1, 1]), ([3000, 2900, 2800], [3000, 2900, 7])):
-        rows, table, parts = [], [], []
+        rows: list[torch.Tensor] = []
+        table, parts = [], []
         for s, (cap, n) in enumerate(zip(caps, counts)):
             table.append([sum(map(len, rows)), 1 + 4 * cap, cap, s * 10_000])
             pids, scores = torch.randperm(cap, generator=g).int(), torch.randn(3, cap, generator=g).round() / 4

@@ -14,8 +14,7 @@ sum and add the second.
 """
 
 # ruff: noqa: RUF005 (triton 3.6 has no starred tuples)
-# Kernels' tuples grow.
-# mypy: disable-error-code="assignment,misc"
+# mypy: disable-error-code="assignment,misc" (kernels' tuples grow)
 
 from __future__ import annotations
 

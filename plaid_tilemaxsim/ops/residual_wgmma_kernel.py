@@ -95,9 +95,6 @@ def decode(nbits: int) -> tuple[str, str]:
 # ---- kernel
 
 _load = gluon.jit(load.fn)
-_reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None)  # since triton 3.7 or later
-if _reinterpret is None:
-    _reinterpret = gl.shared_memory_descriptor._reinterpret
 
 
 @gluon.jit
@@ -324,7 +321,7 @@ def _consume(ring, scoring, FIRST: gl.constexpr, STAGES: gl.constexpr):
     for i in range((last - first + 31) // 32):
         s = i % STAGES
         mbarrier.wait(filled.index(s), i // STAGES & 1)
-        tile = _reinterpret(tiles.index(s), gl.float16, [64, 128], B).permute((1, 0))
+        tile = tiles.index(s)._reinterpret(gl.float16, [64, 128], B).permute((1, 0))
         acc0 = warpgroup_mma(q0, tile, nothing, use_acc=False, is_async=True)
         acc1 = warpgroup_mma(q1, tile, nothing, use_acc=False, is_async=True)
         at = starts - (unit + 1)

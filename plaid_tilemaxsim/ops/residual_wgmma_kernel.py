@@ -14,7 +14,6 @@ sum and add the second.
 """
 
 # ruff: noqa: RUF005 (triton 3.6 has no starred tuples)
-# mypy: disable-error-code="assignment,misc" (kernels' tuples grow)
 
 from __future__ import annotations
 

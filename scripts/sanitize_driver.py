@@ -42,7 +42,6 @@ from plaid_tilemaxsim.ops import (
     residual_batch_kernel,
     residual_fast_kernel,
     residual_kernel,
-    residual_wgmma_kernel,
     select_kernel,
     tuning,
 )
@@ -121,13 +120,10 @@ def residual_batch(nbits: int) -> None:
         want = torch.stack([reference.residual_maxsim(q, *host.raw) for q in Q])
         # unit query tokens, embeddings and weights rounded to fp16: six standard deviations of a sum over LQ
         tolerance = 6 * LQ**0.5 * 2.0**-11 / DIM**0.5 + 1e-5
-        kernels: list[Any] = [residual_batch_kernel]
-        if tuning.residual_batch_is_wgmma(arch, nbits, DIM, 8):
-            kernels.append(residual_wgmma_kernel)
-        for kernel, (pids, count, scored) in itertools.product(kernels, lists(len(LENGTHS))):
+        for pids, count, scored in lists(len(LENGTHS)):
             size = len(PIDS) if pids is not None else len(LENGTHS)
             out = torch.full((NQ, size), math.nan, device=DEVICE)
-            kernel.residual_maxsim(
+            residual_batch_kernel.residual_maxsim(
                 Q.to(DEVICE), c.centroids, c.codes, c.residuals, *c.stored, c.bucket_weights, nbits, c.offsets,
                 pids, out, count,
             )  # fmt: skip

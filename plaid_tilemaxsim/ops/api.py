@@ -254,7 +254,7 @@ def residual_maxsim_batch(
     _check("Q", Q, (None, None, None), (torch.float32,))
     _query_limits(Q)
     device = Q.device
-    NQ, LQ, DIM = Q.shape
+    NQ, _, DIM = Q.shape
     _check("centroids", centroids, (None, DIM), (torch.float16, torch.float32), device)
     _compressed(DIM, codes, residuals, inv_norms, inv_norm_lo, inv_norm_step, bucket_weights, nbits, device)
     pids, out = _selection(offsets, pids, out, count, codes, (NQ,))
@@ -269,12 +269,7 @@ def residual_maxsim_batch(
         if tuning.residual_batch_is_fast(tuning.arch(device), nbits, DIM):
             _aligned("residuals", residuals, max(size for _, size in residual_fast_kernel.pieces(nbits, DIM)))
             _require("codes", codes.size(0) < 2**32, "fewer than 2**32 tokens", codes.size(0))
-            if tuning.residual_batch_is_wgmma(tuning.arch(device), nbits, DIM, NQ * -(-LQ // 32)):
-                from . import residual_wgmma_kernel
-
-                residual_wgmma_kernel.residual_maxsim(Q, centroids, *arguments, pids, out, count)
-            else:
-                residual_batch_kernel.residual_maxsim(Q, centroids, *arguments, pids, out, count)
+            residual_batch_kernel.residual_maxsim(Q, centroids, *arguments, pids, out, count)
             return out
     cmax = float(centroids.float().norm(dim=1).max())
     for q, scores in zip(Q, out, strict=True):

@@ -181,29 +181,11 @@ def residual_batch_blocks(arch: int, nbits: int) -> ResidualBatchBlocks:
     return ResidualBatchBlocks(BLOCKS=4, group=16, maxnreg=None, programs_per_sm=8)
 
 
-@dataclass(frozen=True)
-class ResidualWgmmaBlocks:
-    stages: int  # tiles of 64 tokens between the warps that decompress and those that score
-    warps: int  # that decompress, 4 or 8; 8 score
-    scoring_registers: int
-    decoding_registers: int
-
-
-def residual_wgmma_blocks(arch: int, nbits: int) -> ResidualWgmmaBlocks:
-    """``residual_wgmma_kernel``: one program a multiprocessor, whose registers all its warps share. A best guess."""
-    return ResidualWgmmaBlocks(stages=4, warps=4, scoring_registers=168, decoding_registers=168)
-
-
 def residual_batch_is_fast(arch: int, nbits: int, DIM: int) -> bool:
     """Whether several queries share a decode (``residual_batch_kernel``) or are scored one by one."""
     from . import residual_batch_kernel
 
     return not interpreted() and arch >= 80 and residual_batch_kernel.supported(nbits, DIM)
-
-
-def residual_batch_is_wgmma(arch: int, nbits: int, DIM: int, blocks: int) -> bool:
-    """Whether ``residual_wgmma_kernel`` scores these blocks of 32 query tokens: up to four leave half of it idle."""
-    return not interpreted() and arch == 90 and nbits in (1, 2, 4) and DIM == 128 and blocks > 4
 
 
 @dataclass(frozen=True)

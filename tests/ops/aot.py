@@ -44,7 +44,6 @@ from plaid_tilemaxsim.ops import (
     residual_batch_kernel,
     residual_fast_kernel,
     residual_kernel,
-    residual_wgmma_kernel,
     select_kernel,
     tuning,
 )
@@ -167,11 +166,9 @@ def launch_residual(
     )  # fmt: skip
 
 
-def launch_batch(
-    kernel: Any, NQ: int, LQ: int, DIM: int, nbits: int, pids: torch.dtype | None, stored: torch.dtype
-) -> None:
+def launch_batch(NQ: int, LQ: int, DIM: int, nbits: int, pids: torch.dtype | None, stored: torch.dtype) -> None:
     listed, out, n = _lists(pids, pids is not None)
-    kernel.residual_maxsim(
+    residual_batch_kernel.residual_maxsim(
         torch.zeros(NQ, LQ, DIM), torch.zeros(100, DIM).half(), torch.zeros(1000).int(),
         torch.zeros(1000, DIM * nbits // 8).byte(), torch.zeros(1000).to(stored), 0.9, 1e-5, torch.zeros(2**nbits),
         nbits, torch.zeros(101).long(), listed, out.expand(NQ, -1).contiguous(), n,
@@ -246,9 +243,7 @@ def launch_quick() -> None:
     for NQ in (1, 8):
         launch_pq(pq_fast_kernel, NQ, 32, 128, 16, torch.int32, True)
     launch_pq(pq_kernel, 1, 32, 128, 16, torch.int32, True)
-    launch_batch(residual_batch_kernel, 8, 32, 128, 2, torch.int32, torch.uint16)
-    if tuning.residual_batch_is_wgmma(tuning.arch(torch.device("cpu")), 2, 128, 8):
-        launch_batch(residual_wgmma_kernel, 8, 32, 128, 2, torch.int32, torch.uint16)
+    launch_batch(8, 32, 128, 2, torch.int32, torch.uint16)
     launch_lists(4, 2048)
     launch_decompression(128, 2)
 
@@ -279,11 +274,8 @@ def launch_compressed_matrix() -> None:
         launch_residual(residual_fast_kernel, 32, 128, nbits, None, False, torch.float32)
         for DIM in filter(functools.partial(residual_batch_kernel.supported, nbits), (32, 64, 96, 128)):
             for NQ, LQ in ((1, 32), (3, 20), (8, 32)):
-                launch_batch(residual_batch_kernel, NQ, LQ, DIM, nbits, torch.int32, torch.uint16)
-        launch_batch(residual_batch_kernel, 4, 40, 128, nbits, None, torch.float32)
-        if tuning.residual_batch_is_wgmma(tuning.arch(torch.device("cpu")), nbits, 128, 8):
-            launch_batch(residual_wgmma_kernel, 5, 32, 128, nbits, torch.int64, torch.uint16)
-            launch_batch(residual_wgmma_kernel, 4, 40, 128, nbits, None, torch.float32)
+                launch_batch(NQ, LQ, DIM, nbits, torch.int32, torch.uint16)
+        launch_batch(4, 40, 128, nbits, None, torch.float32)
     for M, DIM in ((4, 64), (8, 64), (16, 96), (16, 128), (32, 128), (64, 128), (8, 384), (32, 768)):
         for NQ, LQ in ((1, 32), (8, 32), (3, 20)):
             launch_pq(pq_fast_kernel, NQ, LQ, DIM, M, torch.int32, True)

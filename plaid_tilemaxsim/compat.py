@@ -90,7 +90,7 @@ def adapt_transformers() -> None:
             return
         if major > 5:
             logger.warning("transformers %s is newer than any version tested with colbert-ai (4.x, 5.x)", version)
-        stock = PreTrainedModel.init_weights
+        stock: Any = PreTrainedModel.init_weights
 
         @functools.wraps(stock)
         def init_weights(self: Any) -> None:
@@ -162,7 +162,8 @@ def _loses_tied_keys() -> bool:
 
         def __init__(self) -> None:
             super().__init__(PretrainedConfig())
-            self.init_weights()
+            init_weights: Any = self.init_weights
+            init_weights()
 
     try:
         return not hasattr(Probe(), "all_tied_weights_keys")

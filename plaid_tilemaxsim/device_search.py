@@ -277,7 +277,8 @@ class DeviceSearch:
             rec = self._recording("generate", len(Q), short, allow=allow is not None)
             self._load(rec, Q[None], allow=allow)
             found = rec.replay()
-            return found.pids[: int(found.count)].clone()
+            pids: Tensor = found.pids[: int(found.count)]
+            return pids.clone()
 
     def profile(self, Q: Tensor, params: SearchParams, repeats: int = 20) -> dict[str, float]:
         """Milliseconds of device time in every stage: differences between graphs that end one stage later."""

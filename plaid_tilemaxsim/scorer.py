@@ -302,7 +302,8 @@ class TileMaxSimScorer(IndexScorer):
         best first; the values are computed from Q again.
         """
         if not self.serves(config):
-            return super().score_pids(config, Q, pids, centroid_scores)
+            of_stock: tuple[Tensor, Tensor] = super().score_pids(config, Q, pids, centroid_scores)
+            return of_stock
         options = options_of(config)
         Q = _check_queries(Q)
         engine = self._get_engine(options)
@@ -324,7 +325,8 @@ class TileMaxSimScorer(IndexScorer):
         """Candidates of one query [1, LQ, DIM]: (pids int32 [n] ascending, centroid scores fp32 [C, LQ]) on the
         ranker's device, from the first ``config.query_maxlen`` tokens."""
         if not self.serves(config):
-            return super().retrieve(config, Q)
+            of_stock: tuple[Tensor, Tensor] = super().retrieve(config, Q)
+            return of_stock
         Q = _check_queries(Q)
         if Q.size(0) != 1:
             raise ValueError(f"Q: expected 1 query, got {Q.size(0)}")

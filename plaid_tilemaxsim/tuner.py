@@ -282,7 +282,7 @@ def cases(data: Data, quick: bool) -> Iterator[tuple[str, Callable[[], Case]]]:
 
 def milliseconds(run: Callable[[], Any], repeats: int = 9) -> float:
     """Median time of ``run`` on the current CUDA device."""
-    times = []
+    times: list[float] = []
     for _ in range(repeats + 1):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()

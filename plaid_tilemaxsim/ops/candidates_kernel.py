@@ -109,12 +109,12 @@ def _gather_kernel(
 
 def bitmap_words(num_passages: int) -> int:
     """Words of 32 passages in a bitmap of ``num_passages``."""
-    return triton.cdiv(num_passages, 32)
+    return -(-num_passages // 32)
 
 
 def count_blocks(num_passages: int) -> int:
     """Blocks of words of a bitmap of ``num_passages``: the length that ``counts`` must have."""
-    return max(1, triton.cdiv(bitmap_words(num_passages), BLOCK_WORDS))
+    return max(1, -(-bitmap_words(num_passages) // BLOCK_WORDS))
 
 
 def select_cells(keys: torch.Tensor, cells: torch.Tensor) -> None:

@@ -70,11 +70,11 @@ def options() -> str:
 
 
 def limits() -> str:
+    defaults = vars(Limits())
     rows = [
-        [f"`--{limit.name.replace('_', '-')}`", f"{limit.default:g}" if limit.default < 1e5 else f"{limit.default:,}",
-         str(limit.metadata["help"])]
+        [f"`--{limit.name.replace('_', '-')}`", f"{defaults[limit.name]:,}", str(limit.metadata["help"])]
         for limit in dataclasses.fields(Limits)
-    ]  # fmt: skip
+    ]
     return table(["option", "default", "what"], rows)
 
 

@@ -502,7 +502,9 @@ class ShardActor:
             self._range = inverse_norm_range(*self._stored())
 
     def ping(self) -> None:
-        """Answers."""
+        """Answers; raises RuntimeError where the GPU no longer does, which only another process can use again."""
+        if self._resident.device.type == "cuda":
+            torch.cuda.synchronize(self._resident.device)
 
     def describe(self) -> Range | None:
         """The range of this shard's inverse norms, where they are to be steps over the range of all shards."""

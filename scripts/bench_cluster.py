@@ -12,6 +12,7 @@ merge of such answers of ``--shards-merged`` shards.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import tempfile
@@ -22,7 +23,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
-import ray
 import torch
 from torch import Tensor
 
@@ -36,6 +36,7 @@ from plaid_tilemaxsim.index.resident import load_resident
 from plaid_tilemaxsim.index.split import split_index
 from plaid_tilemaxsim.merge import Survivors, merge
 
+ray: Any = importlib.import_module("ray")
 MODES = ("plaid", "rerank", "exhaustive")
 KS = (10, 100, 1000)
 

@@ -184,6 +184,58 @@ def test_an_actor_killed_during_a_search(searcher, whole, queries, ray_here):
     assert found.missing == {}
     assert same(found, wanted)
 
+    for i in range(SHARDS):
+        os.kill(process_of(ray_here, searcher, i), signal.SIGKILL)
+    with pytest.raises(cluster.ShardsMissing, match="3 of 3 shards"):  # nothing is no partial answer
+        searcher.dense_search(Q, 10, partial="allow")
+    assert same(searcher.dense_search(Q, 10), wanted)
+
+
+def test_killed_among_many_searches(searcher, whole, queries, ray_here):
+    """Every answer is the whole index's or an error: none lacks passages and says nothing."""
+    params = with_defaults(10, query_maxlen=32)
+    wanted = [whole[0].search(Q, params) for Q in queries]
+    outcomes: list[str] = []
+
+    def run(i):
+        for _ in range(12):
+            try:
+                found = searcher.dense_search(queries[i : i + 1], 10)
+            except cluster.ShardsMissing as missing:
+                outcomes.append("missing" if list(missing.missing) == ["shard-001"] else "another shard")
+            else:
+                outcomes.append("whole" if same(found, wanted[i]) else "wrong")
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(queries))]
+    pid = process_of(ray_here, searcher, 1)
+    for thread in threads:
+        thread.start()
+    os.kill(pid, signal.SIGKILL)
+    for thread in threads:
+        thread.join()
+    assert len(outcomes) == 12 * len(queries)
+    assert set(outcomes) == {"whole", "missing"}
+
+
+def test_a_device_that_is_lost(searcher, whole, queries, ray_here):
+    """The process lives and its searches fail: the shard is named, and the health check starts another."""
+
+    class Lost:
+        @property
+        def device(self):
+            raise RuntimeError("the device is gone")
+
+    def lose(actor):
+        actor._resident = Lost()
+        actor._ready = lambda within: actor._resident.device
+
+    ray_here.get(searcher._actors[0].__ray_call__.remote(lose))
+    with pytest.raises(cluster.ShardsMissing, match="shard-000: RuntimeError: the device is gone"):
+        searcher.dense_search(queries[:1])
+    assert searcher.health()["shard-000"] == "RuntimeError: the device is gone"
+    wanted = whole[0].search(queries[0], with_defaults(10, query_maxlen=32))
+    assert same(searcher.dense_search(queries[:1], 10), wanted)
+
 
 def test_a_slow_shard(searcher, queries, ray_here, monkeypatch):
     monkeypatch.setattr(searcher, "timeout", 0.5)

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from email.parser import Parser
@@ -87,17 +88,25 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         shutil.copy(ROOT / name, source)
     for name in ("plaid_tilemaxsim", "patches", "configs", "tests", "eval", "scripts"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
-    code = (
-        "import sys; from setuptools import build_meta;"
-        "folder = sys.argv[1];"  # the builds overwrite sys.argv
-        "build_meta.build_sdist(folder); build_meta.build_wheel(folder)"
-    )
+    build("sdist", source, folder)
+    build("wheel", source, folder)
+    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    return wheel, sdist
+
+
+def build(kind: str, source: Path, folder: Path) -> None:
+    """A wheel or sdist of the sources, in a folder, by what setup.cfg says."""
+    code = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
     done = subprocess.run(
         [sys.executable, "-c", code, str(folder)], cwd=source, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
-    return wheel, sdist
+
+
+def content(wheel: Path) -> dict[str, bytes]:
+    """File -> bytes, but for the list of files with their hashes."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/RECORD")}
 
 
 def test_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
@@ -132,6 +141,69 @@ def test_sdist_holds_what_the_wheel_is_built_from(built: tuple[Path, Path]) -> N
     for name in names:
         assert name.replace("plaid_tilemaxsim/patches/data/", "patches/") in held
     assert {"LICENSE", "README.md", "setup.cfg", "pyproject.toml"} <= held
+
+
+def test_sdist_makes_the_same_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
+    with tarfile.open(built[1]) as sdist:
+        sdist.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    build("wheel", source, tmp_path)
+    (again,) = tmp_path.glob("*.whl")
+    assert content(again) == content(built[0])
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Path:
+    """The interpreter of an environment in which nothing is installed."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "empty")], check=True)
+    return tmp_path / "empty" / "bin" / "python"
+
+
+def call(python: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PLAID_TILEMAXSIM_"))}
+    return subprocess.run([str(python), *arguments], cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+
+def install(python: Path, *what: str, cwd: Path) -> None:
+    done = call(Path(sys.executable), "-m", "pip", "--python", str(python), "install", "-q", *what, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_wheel_alone_in_an_empty_environment(built: tuple[Path, Path], empty: Path, tmp_path: Path) -> None:
+    """It is typed, helps, and says which package is missing; with those of this environment nothing conflicts."""
+    install(empty, "--no-deps", "--no-index", str(built[0]), cwd=tmp_path)
+    code = "import plaid_tilemaxsim as p, pathlib; print(pathlib.Path(p.__file__).with_name('py.typed').is_file())"
+    assert call(empty, "-c", code, cwd=tmp_path).stdout == "True\n"
+    shown = call(empty.with_name("plaid-tilemaxsim"), "--help", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert "plaid-tilemaxsim run -- search.py" in shown.stdout
+    refused = call(empty, "-c", "import plaid_tilemaxsim; plaid_tilemaxsim.enable()", cwd=tmp_path)
+    assert "ImportError: colbert-ai is not installed here; install colbert-ai==0.2.22" in refused.stderr
+
+    (site,) = (tmp_path / "empty").glob("lib/python*/site-packages")
+    (site / "rest.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    checked = call(empty, "-m", "pip", "check", cwd=tmp_path)
+    assert "No broken requirements" in checked.stdout or checked.returncode == 1, checked.stderr
+    assert [line for line in checked.stdout.splitlines() if line.startswith("plaid-tilemaxsim ")] == []
+
+
+@pytest.mark.slow
+def test_install_from_the_index_into_an_empty_environment(
+    built: tuple[Path, Path], empty: Path, tmp_path: Path
+) -> None:
+    """The wheel and all that it and its extras ask for, in the tested versions (some GB, minutes)."""
+    reachable = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-cache-dir", "-d", str(tmp_path)]
+    if subprocess.run([*reachable, "mergedeep"], capture_output=True, check=False).returncode:
+        pytest.skip("pip reaches no package index")
+    index = "--extra-index-url=https://download.pytorch.org/whl/cpu"  # torch without CUDA, where it is reached
+    wheel = f"plaid-tilemaxsim[cpu,eval,serve,metrics] @ {built[0].as_uri()}"
+    install(empty, index, "-c", str(ROOT / "constraints" / "cpu.txt"), "pip", wheel, cwd=tmp_path)
+    checked = call(empty, "-m", "pip", "check", cwd=tmp_path)
+    assert checked.stdout == "No broken requirements found.\n"
+    shown = call(empty.with_name("plaid-tilemaxsim"), "env", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    code = "import plaid_tilemaxsim as p, plaid_tilemaxsim.serve; p.enable(); print(p.is_enabled())"
+    assert call(empty, "-c", code, cwd=tmp_path).stdout.endswith("True\n")
 
 
 def test_patches_work_from_the_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:

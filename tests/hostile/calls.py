@@ -111,12 +111,14 @@ class Call:
         be."""
         values = {**others, "impl": ("cuda", "", None, 3, ["torch"])}
         names = [name for name in (*tensors, *values) if self.arguments.get(name) is not None]
+        kinds = list(SPOILS)  # each once: two tensors of another type or device may fit together again
         for _ in range(draw(st.sampled_from((0, 0, 0, 0, 0, 1, 1, 2)))):
             name = names.pop(draw(st.integers(0, len(names) - 1)))
             if name in values:
                 self.arguments[name] = draw(st.sampled_from(values[name]))
             else:
-                self.arguments[name] = spoiled(draw, self.arguments[name], tensors[name])
+                kind = kinds.pop(draw(st.integers(0, len(kinds) - 1)))
+                self.arguments[name] = spoiled(draw, self.arguments[name], tensors[name], kind)
             self.wrong = name
 
     def refuses(self, tally: Tally) -> bool:
@@ -164,9 +166,11 @@ def describe(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)} {value.device}" if isinstance(value, Tensor) else repr(value)[:80]
 
 
-def spoiled(draw: Draw, x: Tensor, dtypes: Sequence[torch.dtype]) -> Any:
+SPOILS = ("dtype", "deeper", "flatter", "strided", "device", "sparse", "list", "text", "array")
+
+
+def spoiled(draw: Draw, x: Tensor, dtypes: Sequence[torch.dtype], kind: str) -> Any:
     """Something like x that no operation takes."""
-    kind = draw(st.sampled_from(("dtype", "deeper", "flatter", "strided", "device", "sparse", "list", "text", "array")))
     if kind == "dtype":
         return x.to(draw(st.sampled_from([dtype for dtype in DTYPES if dtype not in dtypes])))
     if kind == "strided":

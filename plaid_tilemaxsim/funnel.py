@@ -112,6 +112,9 @@ class Stages(Protocol):
 
     def exact(self, Q: Tensor, cs: Any, pids: Pids) -> Tensor: ...
 
+    def exact_of_plausible(self, Q: Tensor, cs: Any, pids: Pids, first: Tensor, second: Tensor, keep: int) -> Tensor:
+        """``exact``, and anything for what cuts by ``first`` and then to ``keep`` by ``second`` cannot leave."""
+
     def topk(self, pids: Pids, scores: Tensor, k: int | None) -> Ranking: ...
 
 
@@ -170,12 +173,11 @@ def run_shard(
         pids = stages.candidates(cs_short, params.ncells, allow) if generates else Pids(None)
     if plaid:
         pids, first = stages.select(pids, stages.approximate(cs_short, pids, thresholded=True), params.ndocs)
-        scores = [first, stages.approximate(cs_short, pids, thresholded=False).clone()]
-    else:
-        assert params.prefilter is not None
-        pids, second = stages.select(pids, stages.approximate(cs, pids, thresholded=False), params.prefilter)
-        scores = [second]
-    return pids, [*scores, stages.exact(Q, cs, pids)]
+        second = stages.approximate(cs_short, pids, thresholded=False).clone()
+        return pids, [first, second, stages.exact_of_plausible(Q, cs, pids, first, second, params.ndocs // 4)]
+    assert params.prefilter is not None
+    pids, second = stages.select(pids, stages.approximate(cs, pids, thresholded=False), params.prefilter)
+    return pids, [second, stages.exact(Q, cs, pids)]
 
 
 def _centroid_scores(

@@ -50,6 +50,11 @@ class TorchStages:
         self.exact_scorer.scores(Q, cs, pids, scores)
         return scores
 
+    def exact_of_plausible(
+        self, Q: Tensor, cs: api.CentroidScores, pids: Pids, first: Tensor, second: Tensor, keep: int
+    ) -> Tensor:
+        return self.exact(Q, cs, pids)
+
     def topk(self, pids: Pids, scores: Tensor, k: int | None) -> Ranking:
         return Ranking(*cpu.topk(scores, self._listed(pids), scores.numel() if k is None else k))
 

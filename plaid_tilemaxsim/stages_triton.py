@@ -14,7 +14,7 @@ from torch import Tensor
 
 from plaid_tilemaxsim.exact import exact_scorer
 from plaid_tilemaxsim.funnel import Pids, Ranking
-from plaid_tilemaxsim.ops import api, candidates_kernel, rank_kernel, select_kernel
+from plaid_tilemaxsim.ops import api, candidates_kernel, merge_kernel, rank_kernel, select_kernel
 
 if TYPE_CHECKING:
     from plaid_tilemaxsim.index.resident import ResidentIndex
@@ -69,6 +69,21 @@ class TritonStages:
         scores = self._scores_for(pids)
         self.exact_scorer.scores(Q, cs, pids, scores)
         return scores
+
+    def exact_of_plausible(
+        self, Q: Tensor, cs: api.CentroidScores, pids: Pids, first: Tensor, second: Tensor, keep: int
+    ) -> Tensor:
+        n = first.numel()
+        # In GPU memory reading them all takes less time than finding out.
+        if self.index.placement not in ("host", "disk") or n > merge_kernel.LIMIT or keep >= n:
+            return self.exact(Q, cs, pids)
+        assert pids.pids is not None
+        assert pids.count is not None
+        flags = merge_kernel.plausible(first, second, pids.pids, pids.count, keep)
+        order = torch.sort(flags, descending=True, stable=True).indices
+        some = Pids(pids.pids[order], flags.sum(dtype=torch.int32).view(1))
+        scores = torch.empty_like(first).index_copy_(0, order, self.exact(Q, cs, some))
+        return scores.masked_fill_(flags == 0, -torch.inf)
 
     def topk(self, pids: Pids, scores: Tensor, k: int | None) -> Ranking:
         k = scores.numel() if k is None else min(k, scores.numel())

@@ -314,6 +314,12 @@ def merges() -> None:
             rows += [torch.cat([torch.tensor([n]).int(), pids, scores.flatten().view(torch.int32)])] * 2
             first, second, exact = scores[:, :n]
             parts.append(Survivors(pids[:n] + s * 10_000, exact, first, second))
+            a, b = ((column, -pids) for column in scores[:2])
+            ahead = [(c[:n] > c[:n, None]) | ((c[:n] == c[:n, None]) & (t[:n] > t[:n, None])) for c, t in (a, b)]
+            want_flags = torch.zeros(cap).bool()
+            want_flags[:n] = (ahead[0] & ahead[1]).sum(1) < 16
+            flags = merge_kernel.plausible(scores[0].to(DEVICE), scores[1].to(DEVICE), pids.to(DEVICE), int32(n), 16)
+            assert torch.equal(flags.cpu().bool(), want_flags)
         want = merge(parts, SearchParams(k=10, ndocs=64))
         packed = merge_kernel.merge(
             torch.cat(rows).to(DEVICE), torch.tensor(table, device=DEVICE), max(caps), [64, 16, 10], 2

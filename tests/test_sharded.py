@@ -235,6 +235,20 @@ def test_threads(index: PlaidIndex, queries: Tensor) -> None:
     copies.close()
 
 
+def test_from_host_memory_only_the_plausible_are_scored(index: PlaidIndex, queries: Tensor, device: str) -> None:
+    one, several = engines(index, "triton", 2)
+    if ON_GPU:
+        several.close()
+        several = ShardedEngine(load_shards(index, [DEVICE] * 2, "host"))
+    else:  # the interpreter knows no other memory
+        for shard in several.index.shards:
+            shard.placement = "host"
+    for params in (MODES[0], MODES[1]):
+        assert same(several.search(queries[0], params), one.search(queries[0], params))
+    skipped = several.survivors(queries[:1], MODES[0])[0].exact.isneginf()
+    assert 0 < int(skipped.sum()) < len(skipped)
+
+
 def test_a_shard_less_is_noticed(index: PlaidIndex, queries: Tensor) -> None:
     one, several = engines(index, "auto", 3)
     cut = several.index

@@ -11,6 +11,10 @@ Places are a permutation, so every passage that stays writes its number and its 
 (as ``rank_kernel`` does), and after the last column its pid and score; "no passage" comes last everywhere. Quadratic,
 but one short launch a cut; above ``LIMIT`` entries a sort finds the places. Counts are read on the device: nothing
 waits for the host.
+
+A shard can tell which of its passages no merge will keep: p is out where ``keep`` of the shard's own passages are ahead
+of it in the first column and in the second. Those ahead in the first survive the first cut if p does, and then leave p
+no place in the second.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -109,6 +113,42 @@ def _place_kernel(
     )  # fmt: skip
     if LAST:
         _store_count(rows_ptr, table_ptr, packed_ptr, lane, room, shards, SHARDS_P)
+
+
+@triton.jit(do_not_specialize=["n", "keep"])
+def _plausible_kernel(
+    first_ptr, second_ptr, pids_ptr, count_ptr, flags_ptr, n, keep, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr
+):  # fmt: skip
+    count = tl.minimum(tl.load(count_ptr), n)
+    i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
+    pid = tl.load(pids_ptr + i, mask=i < count, other=0)
+    first = _key(tl.load(first_ptr + i, mask=i < count, other=0.0), pid)
+    second = _key(tl.load(second_ptr + i, mask=i < count, other=0.0), pid)
+    ahead = tl.zeros([BLOCK_I], dtype=tl.int32)
+    for at in range(0, count, BLOCK_J):
+        j = at + tl.arange(0, BLOCK_J)
+        other = tl.load(pids_ptr + j, mask=j < count, other=0)
+        other_first = _key(tl.load(first_ptr + j, mask=j < count, other=0.0), other)
+        other_second = _key(tl.load(second_ptr + j, mask=j < count, other=0.0), other)
+        # [BLOCK_I, BLOCK_J]
+        both = (other_first[None, :] > first[:, None]) & (other_second[None, :] > second[:, None])
+        ahead += tl.sum((both & (j < count)[None, :]).to(tl.int32), 1)
+    tl.store(flags_ptr + i, ((ahead < keep) & (i < count)).to(tl.int32), mask=i < n)
+
+
+def plausible(
+    first: torch.Tensor, second: torch.Tensor, pids: torch.Tensor, count: torch.Tensor, keep: int
+) -> torch.Tensor:
+    """int32 ``[n]``: 1 for the passages of a shard that cuts by ``first``, then to ``keep`` by ``second``, may leave.
+
+    first, second: fp32 ``[n]``, scores of ``pids`` int32 ``[n]``, of which the first ``count`` int32 ``[1]`` are any.
+    """
+    n = pids.numel()
+    flags = torch.empty_like(pids)
+    _plausible_kernel[(triton.cdiv(n, BLOCK_I),)](
+        first, second, pids, count, flags, n, keep, BLOCK_I=BLOCK_I, BLOCK_J=BLOCK_J, num_warps=4
+    )
+    return flags
 
 
 def merge(

@@ -214,6 +214,7 @@ def launch_lists(ncells: int, nkeys: int) -> None:
         for count in (one, None):
             rank_kernel.rank(scores, None if listed is None else listed[:4096], count, 100, packed)
     pids_kernel.clamp_pids(pids, one, 9, pids, one)
+    merge_kernel.plausible(scores, scores, pids[:4096], one, 100)
     for most in (256, 5000):  # by counting, by sorting
         merge_kernel.merge(torch.zeros(10 * most).int(), torch.zeros(2, 4).long(), most, [256, 64, 10], 1)
 

@@ -96,6 +96,23 @@ def test_merge(caps, counts, params, limit, device, monkeypatch):
         assert torch.equal(row[1 + room : 1 + room + n].view(torch.float32), scores)
 
 
+@pytest.mark.parametrize(("cap", "n"), [(1, 1), (70, 70), (70, 33), (300, 0)])
+def test_what_no_merge_keeps_is_told(cap, n, device):
+    """By brute force; and whatever the other shards have, what is out of a merge is all that is flagged so."""
+    g = torch.Generator().manual_seed(cap + n)
+    pids = torch.randperm(cap, generator=g).int()
+    first, second = torch.randint(-3, 4, (2, cap), generator=g).float()
+    first[first < -2] = -torch.inf
+    keys = [[(s, -p) for s, p in zip(scores.tolist(), pids.tolist())][:n] for scores in (first, second)]
+    there = first.to(device), second.to(device), pids.to(device), torch.tensor([n], dtype=torch.int32, device=device)
+    for keep in (1, 5, 64):
+        flags = merge_kernel.plausible(*there, keep)
+        want = [sum(a > keys[0][i] and b > keys[1][i] for a, b in zip(*keys)) < keep for i in range(n)]
+        assert flags.tolist() == [*map(int, want), *[0] * (cap - n)]
+        assert n < 33 or 0 < sum(want) <= n
+        assert keep > 5 or n < 33 or sum(want) < n
+
+
 def test_an_order_by_another_column_is_noticed(device):
     params = PLAID[0]
     queries = [survivors([40, 40], 3, 0)]

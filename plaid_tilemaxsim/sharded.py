@@ -7,7 +7,8 @@
 A shard cannot know which of its passages those of others push out of a cut. So each keeps as many as the whole index
 would (``funnel.run_shard``), scores all of these, and sends pids and scores, some KB, in one copy to the first device.
 There the cuts are made as one device makes them. That is the only exchange, nothing waits for the host, and what it
-costs is up to four times as many exact scores, of a few thousand passages at most with stock's parameters.
+costs is up to four times as many exact scores, of a few thousand passages at most with stock's parameters; where
+reading them takes long, a shard leaves out those that it can tell no merge will keep.
 One host thread launches everything: a CUDA graph a device, the copies, the graph of the merge, and one wait.
 """
 

@@ -111,6 +111,7 @@ class ClusterSearcher:
         self._lock = threading.RLock()
         self._closed = threading.Event()
         self._range: Range | None = None
+        self._health: threading.Thread | None = None
         self._actors: list[Any] = []
         self._loading: list[tuple[Any, float]] = []  # what an actor says once it has loaded, and since when it does
         self._owns_ray = not self._ray.is_initialized()
@@ -155,6 +156,9 @@ class ClusterSearcher:
             for actor in self._actors:
                 self._ray.kill(actor)
             self._actors.clear()
+        if self._health is not None:
+            # Not for long, since its pings have ended. What it called after a shutdown would start Ray anew.
+            self._health.join()
         if self._owns_ray:
             self._ray.shutdown()
 

@@ -26,6 +26,7 @@ from torch.nn.functional import normalize
 
 from plaid_tilemaxsim.engine import SearchEngine, SearchParams, default_params
 from plaid_tilemaxsim.index.files import PlaidIndex, read_index
+from plaid_tilemaxsim.index.pq import PQ
 from plaid_tilemaxsim.index.resident import load_resident
 from plaid_tilemaxsim.ops import reference
 from tests.hostile import calls
@@ -66,7 +67,7 @@ class Shelf:
         LQ, DIM = Q.shape
         fp32 = LQ * (2 * DIM + LQ + 16) * 2 * U32
         fp16 = 10 * (LQ / DIM) ** 0.5 * U16 + LQ / 60000 if self.engine.impl == "triton" else 0.0
-        return float(Q.double().norm(dim=1).max()) * (fp32 + fp16)
+        return float(Q.double().norm(dim=1).max() * self.tokens.norm(dim=1).max()) * (fp32 + fp16)
 
     def exact(self, Q: Tensor) -> Tensor:
         return reference.maxsim(Q.cpu(), self.tokens, self.stored.offsets)
@@ -123,9 +124,18 @@ def folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="hostile-")
 
 
+def random_pq(stored: PlaidIndex) -> PQ:
+    """Codes that have nothing to do with the index, of vectors about as long as its own, and a rotation."""
+    g = torch.Generator().manual_seed(stored.num_tokens)
+    dim, m = stored.dim, 8
+    codes = torch.randint(0, 256, (stored.num_tokens, m), generator=g).to(torch.uint8)
+    codebook = torch.randn(m, 256, dim // m, generator=g) / dim**0.5
+    return PQ(m, codes, codebook.half(), torch.linalg.qr(torch.randn(dim, dim, generator=g)).Q.contiguous())
+
+
 @functools.cache
 def shelves(where: Where) -> list[Shelf]:
-    """Indexes of a few passages, some empty, of several widths, and engines of two codecs."""
+    """Indexes of a few passages, some empty, of several widths, and engines of every codec."""
     small = {"n": 40, "dim": 64, "C": 16, "max_doclen": 20, "mean_doclen": 8.0}
     sizes: list[dict[str, Any]] = [small | {"nbits": 2, "empty": 0.3}]
     if where.name != "interpreter":
@@ -139,8 +149,11 @@ def shelves(where: Where) -> list[Shelf]:
         tokens = reference.decompress(
             stored.codes(), stored.residuals(), stored.centroids, stored.bucket_weights, stored.nbits
         )
-        for codec in ("residual", "dense"):
-            resident = load_resident(stored, torch.device(where.device), codec=codec)
+        for codec in ("residual", "dense", "pq"):
+            pq = random_pq(stored) if codec == "pq" else None
+            resident = load_resident(stored, torch.device(where.device), codec=codec, pq=pq)
+            if pq is not None and pq.rotation is not None:
+                tokens = reference.pq_decode(pq.codes, pq.codebook) @ pq.rotation.double()
             if where.name == "interpreter":  # kernels read fp16 here too
                 resident = dataclasses.replace(
                     resident, centroids=resident.centroids.half(),
@@ -426,8 +439,8 @@ def params(draw: Draw, where: Where, tally: Tally) -> None:
 def rankers(where: Where) -> list[tuple[Shelf, Any]]:
     from plaid_tilemaxsim import TileMaxSimScorer
 
-    by_path = {shelf.path: shelf for shelf in shelves(where)}
-    return [(shelf, TileMaxSimScorer(str(path), where.on_gpu)) for path, shelf in by_path.items()]
+    stored = [shelf for shelf in shelves(where) if shelf.engine.index.codec == "residual"]
+    return [(shelf, TileMaxSimScorer(str(shelf.path), where.on_gpu)) for shelf in stored]
 
 
 FIELDS: dict[str, tuple[Any, ...]] = {

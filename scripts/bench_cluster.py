@@ -6,7 +6,7 @@ An index each with its queries: a BEIR queries.jsonl, encoded by the index's che
 [n, LQ, DIM], or a dict with "Q"). Each index is cut by ``plaid-tilemaxsim shard`` into a temporary folder. The run is
 correct only if pids, scores and order are equal for every query, in every mode and k. Times: a request that carries one
 query to every actor and brings back answers of the size that k results need (actors work on nothing meanwhile), and the
-merge of such answers of ``--shards-merged`` shards.
+merge of such answers of ``--shards-merged`` shards. With ``--gpus`` both sides search on GPUs.
 """
 
 from __future__ import annotations
@@ -57,33 +57,42 @@ def encoded(searcher: ClusterSearcher, file: Path, n: int) -> Tensor:
     return Q[:n].float()
 
 
-def compared(index: Path, queries: Path, n: int, count: int) -> tuple[dict[str, Any], list[str]]:
-    """Sizes, how many searches were compared, and those that differ."""
-    engine = SearchEngine(load_resident(read_index(index), "cpu"))
+def compared(index: Path, queries: Path, n: int, count: int, gpus: float) -> tuple[dict[str, Any], list[str]]:
+    """Sizes, how many searches were compared, those that differ, and p50 of both by mode and k."""
+    engine = SearchEngine(load_resident(read_index(index), "cuda" if gpus else "cpu"))
     problems: list[str] = []
+    times: dict[str, dict[str, float]] = {}
     searches = 0
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         manifest = split_index(index, n, folder)
         seconds = time.perf_counter() - began
         for mode in MODES:
-            with ClusterSearcher(folder, scorer_options={"mode": mode}) as searcher:
+            with ClusterSearcher(folder, scorer_options={"mode": mode}, gpus=gpus) as searcher:
                 Q = encoded(searcher, queries, count)
                 for k in KS if mode == "plaid" else KS[:1]:
                     params = with_defaults(k, mode=mode, query_maxlen=manifest.config["query_maxlen"])
+                    searcher.dense_search(Q[:1], k)
+                    engine.search(Q[0], params)
+                    spent: dict[str, list[float]] = {"cluster": [], "one": []}
                     for i, q in enumerate(Q):
+                        began = time.perf_counter()
                         pids, _, scores = searcher.dense_search(q[None], k)[:3]
+                        answered = time.perf_counter()
                         wanted = engine.search(q, params)
+                        spent["cluster"].append(1e3 * (answered - began))
+                        spent["one"].append(1e3 * (time.perf_counter() - answered))
                         searches += 1
                         if pids != wanted[0].tolist() or scores != wanted[1].tolist():
                             problems.append(f"{index.name}, {mode}, k = {k}, query {i}: other pids or scores")
+                    times[f"{mode}_k{k}"] = {f"{name}_p50_ms": summary(ms)["p50"] for name, ms in spent.items()}
     sizes = {
         "passages": manifest.num_passages,
         "tokens": manifest.source["num_tokens"],
         "shards": n,
         "split_s": seconds,
     }
-    return {**sizes, "searches": searches, "different": len(problems)}, problems
+    return {**sizes, "searches": searches, "different": len(problems), "times": times}, problems
 
 
 def sending(n: int, repeats: int) -> dict[str, float]:
@@ -127,6 +136,7 @@ def main() -> int:
     parser.add_argument("--index", type=Path, nargs="+", required=True)
     parser.add_argument("--queries", type=Path, nargs="+", required=True)
     parser.add_argument("--n", type=int, default=3, help="shards of each index")
+    parser.add_argument("--gpus", type=float, default=0, help="of an actor; 0.5 puts two on one (default: CPUs)")
     parser.add_argument("--count", type=int, default=20, help="queries of each index")
     parser.add_argument("--shards-merged", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=200)
@@ -139,7 +149,7 @@ def main() -> int:
     ray.init(num_cpus=args.n, include_dashboard=False, log_to_driver=False)
     detail, problems = {}, []
     for index, queries in zip(args.index, args.queries, strict=True):
-        detail[index.name], wrong = compared(index, queries, args.n, args.count)
+        detail[index.name], wrong = compared(index, queries, args.n, args.count, args.gpus)
         problems += wrong
         print(index.name, detail[index.name], flush=True)
     figures: dict[str, float] = {
@@ -158,7 +168,18 @@ def main() -> int:
             "--queries",
             *(f"{f.parent.name}/{f.name}" for f in args.queries),
         ]
-        rest = ["--n", args.n, "--count", args.count, "--shards-merged", args.shards_merged, "--repeats", args.repeats]
+        rest = [
+            "--n",
+            args.n,
+            "--gpus",
+            f"{args.gpus:g}",
+            "--count",
+            args.count,
+            "--shards-merged",
+            args.shards_merged,
+            "--repeats",
+            args.repeats,
+        ]
         command = " ".join(map(str, ["python scripts/bench_cluster.py", *named, *rest]))
         where = {name: value for name, value in environment().items() if name != "argv"}
         result = {"correct": not problems, "problems": problems, "figures": figures, "detail": detail}

@@ -176,7 +176,6 @@ class DeviceSearch:
 
     def search_batch(self, Q: Tensor, params: SearchParams) -> list[tuple[Tensor, Tensor]]:
         """Q [B, LQ, DIM]: ``BATCH_LANES`` queries a launch, fewer where memory is short; one wait for all of them."""
-        wanted = None
         while True:
             try:
                 with self._turn():
@@ -187,18 +186,16 @@ class DeviceSearch:
                 if lanes == 1:
                     raise
                 shortage = faults.first_line(error)
-            wanted = wanted or lanes
             log.warning("%s; %d queries at once, not %d", shortage, lanes // 2, lanes)
             with self._turn():
                 self.make_room()
-                self._lanes_that_fit[Q.size(1), wanted] = lanes // 2
+                self._lanes_that_fit[Q.size(1), _most_lanes(len(Q))] = lanes // 2
 
     def batch_lanes(self, lq: int, queries: int) -> int:
         """Branches of a batch's graph: a power of two, so that few recordings serve all batches."""
-        lanes = min(BATCH_LANES, 1 << (max(queries, 1) - 1).bit_length())
-        if not self.records or (lq, lanes) in self._lanes_that_fit:
-            return self._lanes_that_fit.get((lq, lanes), lanes)
-        wanted = lanes
+        wanted = lanes = _most_lanes(queries)
+        if not self.records or (lq, wanted) in self._lanes_that_fit:
+            return self._lanes_that_fit.get((lq, wanted), wanted)
         # candidates, their scores and flags; int16 and key tables of the centroids; what the codec needs
         one = 9 * self.index.num_passages + 3 * self.index.num_centroids * padded_query_length(lq)
         one += self.stages.exact_scorer.scratch_bytes
@@ -521,6 +518,11 @@ def _packed_shard(pids: Pids, scores: list[Tensor]) -> Tensor:
     if count is None:
         count = torch.full((1,), pids.pids.numel(), dtype=torch.int32, device=pids.pids.device)
     return torch.cat([count, pids.pids, *(column.view(torch.int32) for column in scores)])
+
+
+def _most_lanes(queries: int) -> int:
+    """Where memory allows."""
+    return min(BATCH_LANES, 1 << (max(queries, 1) - 1).bit_length())
 
 
 def _capacity(pids: Tensor) -> int:

@@ -135,6 +135,27 @@ def test_a_batch_out_of_memory(case, monkeypatch, caplog):
     assert not ON_GPU or "queries at once" not in caplog.text, "what fits is remembered"
 
 
+def test_a_batch_out_of_memory_below_the_estimate(case, monkeypatch):
+    """An estimate of 4 where 8 were asked for, and 2 that fit."""
+    if case.engine.impl == "torch":
+        pytest.skip("one by one in any case")
+    forget(case)
+    search = case.engine._device_search
+    tried: list[int] = []
+
+    def recording(kind, lq, params, *, lanes):
+        tried.append(lanes)
+        assert len(tried) < 5
+        if lanes > 2:
+            raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(search, "_recording", recording)
+    monkeypatch.setattr(search, "_answer", lambda rec, Q: [])
+    search._lanes_that_fit[TOKENS, 8] = 4
+    search.search_batch(case.queries(6, TOKENS), PLAID)
+    assert tried == [4, 2]
+
+
 class Interrupted(KeyboardInterrupt):
     pass
 

@@ -485,6 +485,7 @@ class TileMaxSimScorer(IndexScorer):
                 reachable = torch.zeros(index.num_passages, dtype=torch.bool)
                 reachable[index.ivf_pids.long()] = True
             kept: dict[Key, SearchEngine] = {} if loaded is None else dict(loaded.engines)
+            loaded = None  # so that nothing but ``kept`` holds engines that may have to make room
             same = (one for other, one in kept.items() if other[4:] == key[4:] and _same_engine(one, options))
             engine = next(same, None)
             if engine is None:
@@ -507,10 +508,9 @@ class TileMaxSimScorer(IndexScorer):
 
         on_gpu = options.devices is None and self._on_gpu()
         groups = resolve_devices(options.devices, options.replicas, on_gpu)
-        alike = (one for key, one in kept.items() if key[5:] == (options.devices, options.replicas))
-        first = next(alike, None)
-        if first is not None and options.devices is None and options.replicas == 1:
-            groups = [[first.device]]  # not the GPU that happens to be the current one now
+        if (options.devices, options.replicas) == (None, 1):
+            # Not the GPU that happens to be the current one now.
+            groups = [[one.device] for key, one in kept.items() if key[5:] == (None, 1)][:1] or groups
         others = list(kept.values())
         if not others:
             return _build_engine(index, groups, options)

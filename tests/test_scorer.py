@@ -4,6 +4,7 @@ import copy
 import logging
 import pickle
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -276,11 +277,12 @@ class TestCodecs:
         """The other engine goes, and the one asked for comes."""
         ranker, Q = TileMaxSimScorer(str(quantised), USE_GPU), make_queries(quantised, n=1)
         before = ranker.rank(settings(), Q)
-        build = scorer._build_engine
+        build, other = scorer._build_engine, weakref.ref(ranker._engine)
 
         def tight(index, device, options, shared=()):  # noqa: F811
             if shared:
                 raise RuntimeError("GPU memory: expected more")
+            assert other() is None, "its memory is free by now"
             return build(index, device, options)
 
         monkeypatch.setattr(scorer, "_build_engine", tight)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from plaid_tilemaxsim import compat, faults
 from plaid_tilemaxsim.config import ScorerConfig
+from plaid_tilemaxsim.index.stamps import fingerprint
 from plaid_tilemaxsim.plugin import is_enabled, options_of, scorer_of
 from plaid_tilemaxsim.stats import SearchStats, Watch
 
@@ -344,8 +345,6 @@ class TileMaxSimScorer(IndexScorer):
 
     def changed(self) -> bool:
         """Whether the index's files are others than those that were loaded; reads only their names, sizes and times."""
-        from plaid_tilemaxsim.index.stamps import fingerprint
-
         loaded = self._loaded
         marks = {self._stock_fingerprint, None if loaded is None else loaded.fingerprint} - {None}
         return bool(marks) and marks != {fingerprint(self.index_path)}
@@ -361,15 +360,15 @@ class TileMaxSimScorer(IndexScorer):
             if not self.changed():
                 return False
             loaded = self._loaded
-            if loaded is not None:
-                _read_index(self.index_path, loaded.options)
-            if self._loaded_state is not None and not _same(self._loaded_state, self._stock_state()):
+            options = ScorerConfig.from_options(None) if loaded is None else loaded.options
+            _read_index(self.index_path, options)
+            if self._updated_state() is not None:
                 logger.warning("%s: loaded again; changes in memory that were not saved are gone", self.index_path)
-            options = None if loaded is None else loaded.options
+            had_engine = loaded is not None
             self._loaded = loaded = None
             self._forget_stock()
             gc.collect()  # recordings refer to the engine that holds them
-            if options is not None:
+            if had_engine:
                 self._get_engine(options)
             return True
 
@@ -411,17 +410,15 @@ class TileMaxSimScorer(IndexScorer):
 
     def _load_stock(self) -> None:
         """Everything that stock's constructor loads, including its extensions."""
-        from plaid_tilemaxsim.index.stamps import fingerprint
-
         with self._lock:
             if self._loaded_state is not None:
                 return
             self._check_open()
-            self._stock_fingerprint = fingerprint(self.index_path)
+            mark = fingerprint(self.index_path)
             # Stock's tensors must outlive a search's inference mode.
             with torch.inference_mode(False):
                 super().__init__(self.index_path, self.use_gpu, self.load_index_with_mmap)
-            self._loaded_state = self._stock_state()
+            self._loaded_state, self._stock_fingerprint = self._stock_state(), mark
             if self.load_index_with_mmap:
                 self._check_stock_maps()
 
@@ -441,12 +438,21 @@ class TileMaxSimScorer(IndexScorer):
         embeddings = held["embeddings"]
         return held["ivf"], held["doclens"], embeddings.codes, embeddings.residuals, self._revision
 
+    def _updated_state(self) -> tuple[Any, ...] | None:
+        """Stock's tensors where some have been replaced (by IndexUpdater) since they came from the files."""
+        before = self._loaded_state
+        if before is None:
+            return None
+        try:
+            now = self._stock_state()
+        except KeyError:  # another thread is letting go of them
+            return None
+        return None if _same(before, now) else now
+
     def _stale(self, loaded: _Loaded) -> bool:
-        """Whether stock's tensors have been replaced (by IndexUpdater) since these engines were built."""
-        if self._loaded_state is None:
-            return False
-        built = self._loaded_state if loaded.state is None else loaded.state
-        return not _same(built, self._stock_state())
+        """Whether the index in memory is another than the one that these engines were built from."""
+        now = self._updated_state()
+        return now is not loaded.state and (now is None or loaded.state is None or not _same(now, loaded.state))
 
     def _get_engine(self, options: ScorerConfig) -> SearchEngine:
         return self._get(options)[0]
@@ -457,8 +463,6 @@ class TileMaxSimScorer(IndexScorer):
         Engines of one index stay side by side and share what lies at the same place, so that a Searcher can change
         between them at each call; where memory is too small for that, the others go.
         """
-        from plaid_tilemaxsim.index.stamps import fingerprint
-
         places = options.devices, options.replicas
         key = options.codec, options.pq_m, options.placement, options.impl, options.tuning, *places
         found = self._find(key)
@@ -474,13 +478,13 @@ class TileMaxSimScorer(IndexScorer):
             loaded = self._loaded
             if loaded is not None and self._stale(loaded):
                 self._loaded = loaded = None
-            state = None if self._loaded_state is None else self._stock_state()
+            state = self._updated_state()
             index = _read_index(self.index_path, options)
             digest = index.digest()
             if loaded is not None and loaded.digest != digest:
                 self._loaded = loaded = None
             reachable = None
-            if state is not None and self._loaded_state is not None and not _same(state, self._loaded_state):
+            if state is not None:
                 index = self._index_in_memory(index)
                 reachable = torch.zeros(index.num_passages, dtype=torch.bool)
                 reachable[index.ivf_pids.long()] = True
@@ -496,7 +500,6 @@ class TileMaxSimScorer(IndexScorer):
             while len(set(kept.values())) > MOST_ENGINES:
                 oldest = next(iter(kept.values()))
                 kept = {key: one for key, one in kept.items() if one is not oldest}
-            state = state if reachable is not None else None
             self._loaded = _Loaded(state, digest, mark, options, reachable, kept)
             return engine, reachable
 

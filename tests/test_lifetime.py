@@ -1,6 +1,5 @@
 """Scorers over time: many threads, closing, indexes that change on disk, loads that fail or are interrupted."""
 
-import json
 import logging
 import os
 import shutil
@@ -266,11 +265,22 @@ class TestRefresh:
         ranker = TileMaxSimScorer(str(path), USE_GPU)
         ranker.prepare(settings(scorer="plaid"))
         assert len(ranker.doclens) == 300
+        (path / "ivf.pid.pt").unlink()
+        with pytest.raises(ValueError, match=r"ivf\.pid\.pt"):
+            ranker.refresh()
+        assert len(ranker.doclens) == 300
         rewrite(path, n=200)
         assert ranker.changed()
         assert ranker.refresh()
         assert len(ranker.doclens) == 200
         assert not ranker.changed()
+
+    def test_a_search_while_stocks_side_is_let_go_of(self, path, stock_extensions):  # noqa: F811
+        ranker, Q = TileMaxSimScorer(str(path), USE_GPU), make_queries(path, n=1)
+        ranker.prepare(settings(scorer="plaid"))
+        before = ranker.rank(settings(), Q, k=10)
+        del ranker.ivf
+        assert ranker.rank(settings(), Q, k=10) == before
 
     def test_unsaved_updates_are_named(self, path, stock_extensions, caplog):  # noqa: F811
         ranker, Q = TileMaxSimScorer(str(path), USE_GPU), make_queries(path, n=1)
@@ -446,4 +456,3 @@ def test_one_namespace_of_logging(plain, caplog):
         TileMaxSimScorer(str(plain), True).rank(settings(k_fields=(2, 0.4, 1)), make_queries(plain, n=1), k=3)
     names = {record.name for record in caplog.records if "site-packages" not in record.pathname}
     assert {name.partition(".")[0] for name in names} == {"plaid_tilemaxsim"}
-    assert json.dumps(sorted(names))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plaid_tilemaxsim import faults
 from plaid_tilemaxsim.graphs import Turns, recording
 
 # Queries that stock gives the model at once.
@@ -153,10 +154,10 @@ class QueryEncoder:
         try:
             with recording(self.device, self._pool) as graph:
                 output = self._forward(inputs.to(self.device, non_blocking=True))
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            self._pool = None
+        except BaseException as error:
+            self._pool = None  # nothing is recorded into the other one any more
+            if not isinstance(error, RuntimeError) or faults.memory_shortage(error) is not None:
+                raise
             raise ValueError(
                 f'encoder="fast": expected a model that a CUDA graph can record, got {type(self._model.LM).__name__} '
                 f'({error}); use encoder="stock"'

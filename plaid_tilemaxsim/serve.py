@@ -57,7 +57,7 @@ RETRY_AFTER_SECONDS = 1
 CLIENT_GONE = 499  # the status of a request that nobody hears the answer of; for the metrics
 # A client that sends no faster than this is cut off.
 BODY_SECONDS = 10.0
-# Batches in a row whose failure makes /health say so.
+# Searches in a row whose failure makes /health say so.
 FAILING = 3
 
 

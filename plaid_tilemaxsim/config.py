@@ -168,3 +168,18 @@ def check_scorer(name: Any) -> str:
     if name not in SCORERS:
         raise ValueError(f"scorer: expected one of {list(SCORERS)}, got {name!r}")
     return str(name)
+
+
+def scorer_of(config: Any) -> str:
+    """The scorer that a config asks for; "plaid" if it says nothing. ValueError with the valid names if unknown."""
+    return check_scorer(_plain(getattr(config, "scorer", None)))
+
+
+def options_of(config: Any) -> ScorerConfig:
+    """The checked ``scorer_options`` of a config."""
+    return ScorerConfig.from_options(_plain(getattr(config, "scorer_options", None)))
+
+
+def _plain(value: Any) -> Any:
+    """A config made before its class had the field shows colbert's wrapper of the default instead of a value."""
+    return value.val if type(value).__name__ == "DefaultVal" else value

@@ -19,7 +19,7 @@ from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 from plaid_tilemaxsim import compat
-from plaid_tilemaxsim.config import ScorerConfig, check_scorer
+from plaid_tilemaxsim.config import ScorerConfig, check_scorer, options_of, scorer_of
 
 logger = logging.getLogger("plaid_tilemaxsim")
 
@@ -92,21 +92,6 @@ def disable() -> None:
 def is_enabled() -> bool:
     """Whether the scorer is registered with colbert-ai in this process."""
     return _installed is not None
-
-
-def scorer_of(config: Any) -> str:
-    """The scorer that a config asks for; "plaid" if it says nothing. ValueError with the valid names if unknown."""
-    return check_scorer(_plain(getattr(config, "scorer", None)))
-
-
-def options_of(config: Any) -> ScorerConfig:
-    """The checked ``scorer_options`` of a config."""
-    return ScorerConfig.from_options(_plain(getattr(config, "scorer_options", None)))
-
-
-def _plain(value: Any) -> Any:
-    """A config made before its class had the field shows colbert's wrapper of the default instead of a value."""
-    return value.val if type(value).__name__ == "DefaultVal" else value
 
 
 def _check_version() -> None:

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from plaid_tilemaxsim import compat, faults
-from plaid_tilemaxsim.config import ScorerConfig
+from plaid_tilemaxsim import compat, faults, is_enabled
+from plaid_tilemaxsim.config import ScorerConfig, options_of, scorer_of
 from plaid_tilemaxsim.index.stamps import fingerprint
-from plaid_tilemaxsim.plugin import is_enabled, options_of, scorer_of
 from plaid_tilemaxsim.stats import SearchStats, Watch
 
 compat.allow_missing_git()

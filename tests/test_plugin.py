@@ -18,7 +18,7 @@ import torch
 
 import plaid_tilemaxsim
 from plaid_tilemaxsim import compat, plugin
-from plaid_tilemaxsim.config import SCORERS
+from plaid_tilemaxsim.config import SCORERS, scorer_of
 from tests.colbert_fixtures import PASSAGES, checkpoint, collection, enabled, index, stock_extensions  # noqa: F401
 from tests.synthetic import WORDS, make_queries
 
@@ -244,7 +244,7 @@ class TestFields:
         plaid_tilemaxsim.disable()
         old = ColBERTConfig(nbits=4)
         plaid_tilemaxsim.enable()
-        assert plugin.scorer_of(old) == old.scorer == "plaid"
+        assert scorer_of(old) == old.scorer == "plaid"
         assert old.export()["nbits"] == 4
         assert ColBERTConfig.from_existing(old, ColBERTConfig(scorer="tilemaxsim")).scorer == "tilemaxsim"
         old.configure(scorer="tilemaxsim")

@@ -78,7 +78,9 @@ def dataset_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
         if name not in unpacked:
             target = tmp_path_factory.mktemp("data")
             with tarfile.open(archive) as tar:
-                tar.extractall(target, filter="data")
+                # Python before 3.10.12 and 3.11.4 has no filters, and extractall no argument for one.
+                tar.extraction_filter = getattr(tarfile, "data_filter", None)  # type: ignore[assignment]
+                tar.extractall(target)
             unpacked[name] = target / name
         return unpacked[name]
 

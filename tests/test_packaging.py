@@ -145,7 +145,9 @@ def test_sdist_holds_what_the_wheel_is_built_from(built: tuple[Path, Path]) -> N
 
 def test_sdist_makes_the_same_wheel(built: tuple[Path, Path], tmp_path: Path) -> None:
     with tarfile.open(built[1]) as sdist:
-        sdist.extractall(tmp_path, filter="data")
+        # Python before 3.10.12 and 3.11.4 has no filters, and extractall no argument for one.
+        sdist.extraction_filter = getattr(tarfile, "data_filter", None)  # type: ignore[assignment]
+        sdist.extractall(tmp_path)
     (source,) = tmp_path.iterdir()
     build("wheel", source, tmp_path)
     (again,) = tmp_path.glob("*.whl")

@@ -14,12 +14,13 @@ Every machine must see the folder of its shards at the same path. Needs ``pip in
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -45,6 +46,10 @@ OPTIONS = ("mode", "codec", "placement", "impl", "verify", "prefilter", "tuning"
 # Queries of ``search_all`` that go to the actors in one request.
 BATCH = 256
 HEALTH = "health"
+
+# Searchers in a Ray that one of them started; the last to close shuts it down.
+_sharing: set[ClusterSearcher] = set()
+_sharing_lock = threading.Lock()
 
 Found = tuple[list[int], list[int], list[float]]
 Range = tuple[float, float]
@@ -109,14 +114,20 @@ class ClusterSearcher:
         assigned = getattr(config, "assigned", ())
         self._config = {**self.manifest.config, **{name: getattr(config, name) for name in assigned}}
         self._lock = threading.RLock()
+        self._idle = threading.Condition(self._lock)
+        self._in_use = 0
         self._closed = threading.Event()
         self._range: Range | None = None
         self._health: threading.Thread | None = None
         self._actors: list[Any] = []
         self._loading: list[tuple[Any, float]] = []  # what an actor says once it has loaded, and since when it does
-        self._owns_ray = not self._ray.is_initialized()
-        if self._owns_ray:
-            self._ray.init(address=address, include_dashboard=False, log_to_driver=False)
+        with _sharing_lock:
+            if not self._ray.is_initialized():
+                _sharing.clear()  # whose Ray the program has shut down
+                self._ray.init(address=address, include_dashboard=False, log_to_driver=False)
+                _sharing.add(self)
+            elif _sharing:
+                _sharing.add(self)
         try:
             held = self._ray.cluster_resources()
             for name, each, there in (("gpus", gpus, held.get("GPU", 0)), ("cpus", cpus, held.get("CPU", 0))):
@@ -148,19 +159,27 @@ class ClusterSearcher:
         self.close()
 
     def close(self) -> None:
-        """Ends the actors, and Ray where this searcher started it. Idempotent."""
-        with self._lock:
+        """Ends the actors, searches under way (ValueError), and the Ray that searchers started with the last of these.
+
+        Idempotent.
+        """
+        with self._idle:
             if self._closed.is_set():
                 return
             self._closed.set()
-            for actor in self._actors:
-                self._ray.kill(actor)
+            if self._ray.is_initialized():  # or the program has ended Ray, and the actors with it
+                for actor in self._actors:
+                    self._ray.kill(actor)
             self._actors.clear()
+            # Not for long, since what they wait for has ended. What they called after a shutdown would start Ray anew.
+            self._idle.wait_for(lambda: self._in_use == 0)
         if self._health is not None:
-            # Not for long, since its pings have ended. What it called after a shutdown would start Ray anew.
             self._health.join()
-        if self._owns_ray:
-            self._ray.shutdown()
+        with _sharing_lock:
+            if self in _sharing:
+                _sharing.remove(self)
+                if not _sharing and self._ray.is_initialized():
+                    self._ray.shutdown()
 
     def encode(self, text: str | list[str], full_length_search: bool = False) -> Tensor:
         """fp32 [B, LQ, DIM] on the CPU: one query, or several, as ``Searcher.encode``."""
@@ -248,27 +267,27 @@ class ClusterSearcher:
     def health(self) -> dict[str, str]:
         """By the shard's folder: "ok", "loading", or what is wrong. Starts lost actors again."""
         pings, state = {}, {}
-        with self._lock:
-            self._check_open()
-            actors = list(enumerate(self._actors))
-            loading = {i: self._is_loading(i) for i, _ in actors}
-        for i, actor in actors:
-            if loading[i]:
-                state[i] = "loading"
-            else:
-                pings[i] = actor.ping.options(concurrency_group=HEALTH).remote()
-        ready = self._wait(pings.values(), self.health_timeout)
-        for i, ping in pings.items():
-            state[i] = "ok"
-            if ping not in ready:
-                state[i] = f"no answer within {self.health_timeout:g} s"
-            else:
-                try:
-                    self._ray.get(ping)
-                except self._ray.exceptions.RayError as error:
-                    state[i] = _reason(error)
-            if state[i] != "ok":
-                self._restart(i, actors[i][1], state[i])
+        with self._using():
+            with self._lock:
+                actors = list(enumerate(self._actors))
+                loading = {i: self._is_loading(i) for i, _ in actors}
+            for i, actor in actors:
+                if loading[i]:
+                    state[i] = "loading"
+                else:
+                    pings[i] = actor.ping.options(concurrency_group=HEALTH).remote()
+            ready = self._wait(pings.values(), self.health_timeout)
+            for i, ping in pings.items():
+                state[i] = "ok"
+                if ping not in ready:
+                    state[i] = f"no answer within {self.health_timeout:g} s"
+                else:
+                    try:
+                        self._ray.get(ping)
+                    except self._ray.exceptions.RayError as error:
+                        state[i] = _reason(error)
+                if state[i] != "ok":
+                    self._restart(i, actors[i][1], state[i])
         return {self.manifest.shards[i].folder: state[i] for i, _ in actors}
 
     def _params(self, k: int) -> SearchParams:
@@ -344,6 +363,19 @@ class ClusterSearcher:
         if self._closed.is_set():
             raise ValueError("searcher: expected an open one, got one that was closed")
 
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[None]:
+        """Calls to Ray, for whose end ``close`` waits. ValueError once it is closed."""
+        with self._idle:
+            self._check_open()
+            self._in_use += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._in_use -= 1
+                self._idle.notify_all()
+
     def _ask(
         self, method: str, calls: Mapping[int, tuple[Any, ...]], missing: dict[str, str], partial: str
     ) -> dict[int, Any]:
@@ -370,6 +402,8 @@ class ClusterSearcher:
             except self._ray.exceptions.RayError as error:
                 absent[name] = _reason(error)
                 self._restart(i, actors[i], absent[name])
+        if absent:
+            self._check_open()
         missing.update(absent)
         if absent and (partial == "error" or not answers):
             raise ShardsMissing(absent, len(self.manifest.shards))
@@ -388,12 +422,13 @@ class ClusterSearcher:
         if not filters:
             return [(torch.zeros(0, dtype=torch.int32), torch.zeros(0))] * len(Q)
         query = Q.detach().float().cpu().numpy()
-        query = self._ray.put(query) if len(Q) > 1 else query
-        calls = {
-            i: (query, params, self._range, kind, None if filter_ is None else filter_.numpy())
-            for i, filter_ in filters.items()
-        }
-        answers = self._ask("find", calls, missing, partial)
+        with self._using():
+            query = self._ray.put(query) if len(Q) > 1 else query
+            calls = {
+                i: (query, params, self._range, kind, None if filter_ is None else filter_.numpy())
+                for i, filter_ in filters.items()
+            }
+            answers = self._ask("find", calls, missing, partial)
         if kind == "given":
             params = dataclasses.replace(params, mode="rerank", prefilter=None)
         merged = []
@@ -411,9 +446,9 @@ class ClusterSearcher:
     ) -> Tensor:
         """int32 [n] ascending: what the query may find, of all shards."""
         query = Q[0].detach().float().cpu().numpy()
-        answers = self._ask(
-            "candidates", dict.fromkeys(range(len(masks)), (query, params, self._range)), missing, partial
-        )
+        calls = dict.fromkeys(range(len(masks)), (query, params, self._range))
+        with self._using():
+            answers = self._ask("candidates", calls, missing, partial)
         parts = []
         for i, answer in sorted(answers.items()):
             pids = torch.tensor(answer)

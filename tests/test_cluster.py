@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -278,6 +279,54 @@ def test_closed(folder, ray_here, queries):
     one.close()
     with pytest.raises(ValueError, match="expected an open one"):
         one.dense_search(queries[:1])
+
+
+def test_closed_during_searches(folder, ray_here, queries):
+    """They end at once, as those that begin later, and do not blame the shards."""
+    one = cluster.ClusterSearcher(folder / "shards", cpus=0.5, health_interval=0.2)
+    ends = []
+
+    def run():
+        try:
+            while True:
+                one.dense_search(queries[:1], partial="allow")
+        except (ValueError, RuntimeError) as error:
+            ends.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.5)
+    one.close()
+    for thread in threads:
+        thread.join(10)
+    assert [f"{type(end).__name__}: {end}" for end in ends] == 3 * [
+        "ValueError: searcher: expected an open one, got one that was closed"
+    ]
+
+
+ALONE = """
+import sys, ray, torch
+from plaid_tilemaxsim.cluster import ClusterSearcher
+Q = torch.nn.functional.normalize(torch.ones(1, 4, 64), dim=-1)
+shards = sys.argv[1]
+first, second = (ClusterSearcher(shards, cpus=0.1, health_interval=0.2) for _ in range(2))
+first.close()
+assert len(second.dense_search(Q)) == 3, "the first one took Ray away"
+second.close()
+assert not ray.is_initialized()
+third = ClusterSearcher(shards, cpus=0.1)
+ray.shutdown()
+third.close()
+assert not ray.is_initialized(), "close started Ray"
+"""
+
+
+def test_the_last_searcher_ends_ray(folder):
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(folder / "shards")], capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.gpu

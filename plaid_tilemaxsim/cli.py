@@ -1,4 +1,4 @@
-"""The command line: ``plaid-tilemaxsim run | inspect | warmup | pq | tune | serve | eval | env``."""
+"""The command line, ``plaid-tilemaxsim``: every command of COMMANDS."""
 
 from __future__ import annotations
 
@@ -11,20 +11,27 @@ import json
 import os
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from plaid_tilemaxsim.serve_requests import Limits
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand and returns the exit status; ``run`` leaves as the program that it runs leaves."""
+    """Runs one subcommand and returns the exit status, 2 for what cannot be done, with a line on stderr that says why;
+    ``run`` leaves as the program that it runs leaves."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["eval"]:  # it has a parser of its own
         return _eval(words[1:])
     args = _parser().parse_args(words)
-    status: int = args.command(args)
-    return status
+    command: Callable[[argparse.Namespace], int] = args.command
+    if command is _run:  # the program's errors are its own
+        return command(args)
+    try:
+        return command(args)
+    except (ValueError, RuntimeError, ImportError, OSError) as error:
+        print(f"plaid-tilemaxsim: {error}", file=sys.stderr)
+        return 2
 
 
 # Every command by what it is for, with an example and what it does, as `--help` shows them.
@@ -265,11 +272,8 @@ def _module_code(name: str, main_module: types.ModuleType) -> types.CodeType:
 def _inspect(args: argparse.Namespace) -> int:
     from plaid_tilemaxsim.index.placement import describe
 
-    try:
-        text, problems = describe(args.index, args.verify)
-        print(text)
-    except ValueError as error:
-        problems = [str(error)]
+    text, problems = describe(args.index, args.verify)
+    print(text)
     for problem in problems:
         print(f"plaid-tilemaxsim: {problem}", file=sys.stderr)
     return 2 if problems else 0
@@ -279,14 +283,8 @@ def _pq(args: argparse.Namespace) -> int:
     from plaid_tilemaxsim.index.files import read_index
     from plaid_tilemaxsim.index.pq import write_pq
 
-    try:
-        index = read_index(args.index)
-        file = write_pq(
-            index, args.m, opq=args.opq, sample=args.sample, seed=args.seed, force=args.force, progress=True
-        )
-    except (ValueError, ImportError) as error:
-        print(f"plaid-tilemaxsim: {error}", file=sys.stderr)
-        return 2
+    index = read_index(args.index)
+    file = write_pq(index, args.m, opq=args.opq, sample=args.sample, seed=args.seed, force=args.force, progress=True)
     print(f"{file}: {args.m} bytes a token, {index.num_tokens * args.m:,} bytes of codes")
     return 0
 
@@ -295,11 +293,7 @@ def _shard(args: argparse.Namespace) -> int:
     from plaid_tilemaxsim.index.split import split_index
 
     out = args.out or os.path.normpath(args.index) + ".shards"
-    try:
-        manifest = split_index(args.index, args.n, out)
-    except ValueError as error:
-        print(f"plaid-tilemaxsim: {error}", file=sys.stderr)
-        return 2
+    manifest = split_index(args.index, args.n, out)
     for one in manifest.shards:
         last = one.first_pid + one.num_passages - 1
         print(f"{manifest.path / one.folder}: passages {one.first_pid:,} to {last:,}, {one.num_tokens:,} tokens")
@@ -309,12 +303,7 @@ def _shard(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from plaid_tilemaxsim.plan import describe
 
-    words = {name: value for name, value in vars(args).items() if name != "command"}
-    try:
-        print(describe(**words))
-    except ValueError as error:
-        print(f"plaid-tilemaxsim: {error}", file=sys.stderr)
-        return 2
+    print(describe(**{name: value for name, value in vars(args).items() if name != "command"}))
     return 0
 
 
@@ -358,28 +347,20 @@ def _tune(args: argparse.Namespace) -> int:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     only = set(args.only.split(",")) if args.only else None
-    try:
-        table = tuner.tune(device, only, args.quick, report=lambda line: print(line, flush=True))
-    except ValueError as error:
-        print(f"plaid-tilemaxsim: {error}", file=sys.stderr)
-        return 2
+    table = tuner.tune(device, only, args.quick, report=lambda line: print(line, flush=True))
     tuner.write(args.out, table)
     print(f"{args.out}: {len(table['entries'])} choices for {table['gpu']}")
     return 0
 
 
 def _serve(args: argparse.Namespace) -> int:
-    try:
-        limits = Limits(**{limit.name: getattr(args, limit.name) for limit in dataclasses.fields(Limits)})
-        from plaid_tilemaxsim import serve
+    limits = Limits(**{limit.name: getattr(args, limit.name) for limit in dataclasses.fields(Limits)})
+    from plaid_tilemaxsim import serve
 
-        searcher, texts = serve.open_searcher(
-            args.index, checkpoint=args.checkpoint, collection=args.collection, scorer_options=args.scorer_options
-        )
-        serve.serve(serve.create_app(searcher, limits, texts), args.host, args.port)
-    except (ValueError, RuntimeError, ImportError, OSError) as error:
-        print(f"plaid-tilemaxsim: {error}", file=sys.stderr)
-        return 2
+    searcher, texts = serve.open_searcher(
+        args.index, checkpoint=args.checkpoint, collection=args.collection, scorer_options=args.scorer_options
+    )
+    serve.serve(serve.create_app(searcher, limits, texts), args.host, args.port)
     return 0
 
 

@@ -187,8 +187,12 @@ def test_warmup_says_when_it_is_ready(tmp_path, capsys):
     make_index(tmp_path / "index", n=60, dim=64)
     assert cli.main(["warmup", str(tmp_path / "index"), "--k", "5", "--query-maxlen", "8"]) == 0
     assert "k=5: ready after" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="scorer_options"):
-        cli.main(["warmup", str(tmp_path / "index"), "--scorer-options", '{"moed": 1}'])
+    for arguments, message in (
+        (["index", "--scorer-options", '{"moed": 1}'], "scorer_options: expected names from"),
+        (["none"], "folder: expected a folder that holds a PLAID index, got none"),
+    ):
+        assert cli.main(["warmup", str(tmp_path / arguments[0]), *arguments[1:]]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_pq_writes_a_sidecar_that_inspect_lists(tmp_path, capsys):

@@ -525,7 +525,7 @@ class ShardActor:
         from plaid_tilemaxsim.index.resident import inverse_norm_range, load_resident
 
         index = read_index(Path(folder) / shard.folder, verify=cast("Verify", options.verify))
-        check_shard(index, shard)
+        check_shard(index, shard, contents=options.verify == "full")
         device = torch.device("cuda" if gpus else "cpu")
         if options.tuning is not None:
             from plaid_tilemaxsim.ops import tuning

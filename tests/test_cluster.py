@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -265,12 +266,18 @@ def test_the_health_check_starts_lost_actors(searcher, whole, queries, ray_here)
 
 
 def test_a_damaged_shard_is_named(folder, ray_here, tmp_path):
-    import shutil
-
     shutil.copytree(folder / "shards", tmp_path / "shards")
     (tmp_path / "shards" / "shard-001" / "centroids.pt").unlink()
     with pytest.raises(cluster.ShardsMissing, match=r"shard-001: .*centroids\.pt"):
         cluster.ClusterSearcher(tmp_path / "shards", load_timeout=30)
+
+
+def test_a_shard_with_other_contents_is_named(folder, ray_here, tmp_path):
+    shutil.copytree(folder / "shards", tmp_path / "shards")
+    file = tmp_path / "shards" / "shard-001" / "0.residuals.pt"
+    torch.save(torch.load(file).flip(0).clone(), file)
+    with pytest.raises(cluster.ShardsMissing, match=r"shard-001: .*sha256 of the files"):
+        cluster.ClusterSearcher(tmp_path / "shards", cpus=0.5, scorer_options={"verify": "full"}, load_timeout=30)
 
 
 def test_closed(folder, ray_here, queries):

@@ -9,11 +9,12 @@ that is. The source is read chunk by chunk and never written.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def split_index(path: Path | str, n: int, out: Path | str, *, progress: bool = T
     Holds one chunk of at most CHUNK_PASSAGES passages, the lists of one shard and 12 bytes a passage in memory. A shard
     that is there and was made from the same state of the same index is kept. progress: a bar on stderr, of tokens.
     Raises ValueError for an index that is out of order or has fewer than n passages with tokens, where ``out`` holds
-    something else, or where the disk has too little room.
+    something else, a shard without all of its files or another run's work, or where the disk has too little room.
     """
     index, out = read_index(path, verify="structure"), Path(out)
     bounds = shard_bounds(index.offsets, n)
@@ -72,17 +73,22 @@ def split_index(path: Path | str, n: int, out: Path | str, *, progress: bool = T
         raise invalid(index.path, "shards", f"at most {len(bounds) - 1}, since each needs passages with tokens", n)
     source = {"digest": index.digest(), "num_passages": index.num_passages, "num_tokens": index.num_tokens}
     out.mkdir(parents=True, exist_ok=True)
-    same = False
+    with _alone(out):
+        return _split(index, source, bounds, out, progress)
+
+
+def _split(index: PlaidIndex, source: Mapping[str, Any], bounds: list[int], out: Path, progress: bool) -> Manifest:
+    n, same = len(bounds) - 1, False
     if (out / MANIFEST).exists():
         found = read_manifest(out)
         same = found.source == source and [shard.first_pid for shard in found.shards] == bounds[:-1]
-        if same and all(_read_shard(out / shard.folder) == shard for shard in found.shards):
+        if same and all(_complete(out / shard.folder) == shard for shard in found.shards):
             return found
     ours = {MANIFEST} if same else set()
     strangers = [file.name for file in out.iterdir() if file.name not in ours and not _is_ours(file, source, bounds)]
     if strangers:
         raise invalid(out, "folder", f"an empty one, or {n} shards of {index.path} as it is now", sorted(strangers)[0])
-    done = [_read_shard(out / _name(i)) for i in range(n)]
+    done = [_complete(out / _name(i)) for i in range(n)]
     missing = sum(int(index.offsets[b] - index.offsets[a]) for (a, b), shard in _pairs(bounds, done) if shard is None)
     needed = missing * (4 + index.dim * index.nbits // 8) + 4 * index.ivf_pids.numel()
     if shutil.disk_usage(out).free < needed:
@@ -123,12 +129,33 @@ def read_manifest(folder: Path | str) -> Manifest:
     return Manifest(file.parent, tuple(shards), source, config)
 
 
-def check_shard(index: PlaidIndex, shard: Shard) -> None:
-    """ValueError unless this index is that shard, by its counts and by what it says of itself."""
+def check_shard(index: PlaidIndex, shard: Shard, contents: bool = False) -> None:
+    """ValueError unless this index is that shard, by its counts and what it says of itself; contents: by all bytes."""
     own = _read_shard(index.path)
     counts = index.num_passages, index.num_tokens
     if own != shard or counts != (shard.num_passages, shard.num_tokens):
         raise invalid(index.path / SHARD, "shard", shard, f"{own} with {counts} passages and tokens")
+    if contents and (digest := index.content_digest()) != shard.sha256:
+        raise invalid(index.path, "sha256 of the files", shard.sha256, digest)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One run at a time writes to a folder; a lock that ends with the process."""
+    try:
+        import fcntl
+    except ImportError:  # not a POSIX system
+        yield
+        return
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise invalid(folder, "folder", "no other run that writes shards here", "one") from None
+        yield
+    finally:
+        os.close(held)
 
 
 def _write_shard(index: PlaidIndex, begin: int, end: int, folder: Path, source: Mapping[str, Any], bar: tqdm) -> Shard:
@@ -185,7 +212,10 @@ def _write_index(part: PlaidIndex, source: Path, folder: Path, bar: tqdm) -> Non
 
 def _save(value: Any, file: Path) -> None:
     with file.open("wb") as out:
-        torch.save(value, out)
+        try:
+            torch.save(value, out)
+        except RuntimeError as error:  # torch's own, in the place of what the system said
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
         out.flush()
         os.fsync(out.fileno())
 
@@ -232,6 +262,14 @@ def _read_shard(folder: Path) -> Shard | None:
         raise invalid(file, "source", "an object", repr(source)[:80])
     _check_source(source, file)
     return _check_shard(value.get("shard"), file, "shard")
+
+
+def _complete(folder: Path) -> Shard | None:
+    """``_read_shard``, once all of its files are there with the sizes they should have."""
+    shard = _read_shard(folder)
+    if shard is not None:
+        check_shard(read_index(folder, verify="structure"), shard)
+    return shard
 
 
 def _check_source(source: dict[str, Any], file: Path) -> None:

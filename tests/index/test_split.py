@@ -134,6 +134,55 @@ def test_a_shard_of_another_cut_is_noticed(source, tmp_path):
         check_shard(read_index(tmp_path / "other" / "shard-000"), manifest.shards[0])
 
 
+def test_a_damaged_shard_is_not_complete(source, tmp_path):
+    manifest = split_index(source, 2, tmp_path, progress=False)
+    (tmp_path / "shard-001" / "0.codes.pt").unlink()
+    with pytest.raises(ValueError, match=r"shard-001.*0\.codes\.pt"):
+        split_index(source, 2, tmp_path, progress=False)
+    (tmp_path / "shards.json").unlink()  # an interrupted run, as far as the next one can see
+    with pytest.raises(ValueError, match=r"shard-001.*0\.codes\.pt"):
+        split_index(source, 2, tmp_path, progress=False)
+    shutil.rmtree(tmp_path / "shard-001")
+    assert split_index(source, 2, tmp_path, progress=False).shards == manifest.shards
+
+
+def test_contents_are_those_of_the_manifest(source, tmp_path):
+    """Residuals of other tokens have the right shape and, written by torch, the right checksums."""
+    manifest = split_index(source, 2, tmp_path, progress=False)
+    file = tmp_path / "shard-000" / "0.residuals.pt"
+    torch.save(torch.load(file).flip(0).clone(), file)
+    index = read_index(tmp_path / "shard-000", verify="full")
+    with pytest.raises(ValueError, match="sha256 of the files: expected"):
+        check_shard(index, manifest.shards[0], contents=True)
+    check_shard(read_index(tmp_path / "shard-001"), manifest.shards[1], contents=True)
+
+
+def test_one_run_at_a_time(source, tmp_path, monkeypatch):
+    save = split._save
+
+    def meanwhile(value, file):
+        with pytest.raises(ValueError, match="no other run that writes shards here"):
+            split_index(source, 2, tmp_path, progress=False)
+        save(value, file)
+
+    monkeypatch.setattr(split, "_save", meanwhile)
+    assert len(split_index(source, 2, tmp_path, progress=False).shards) == 2
+
+
+def test_a_full_disk(source, tmp_path):
+    """What the system says, and nothing half written."""
+    import resource
+
+    _, hard = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            split_index(source, 2, tmp_path, progress=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_command(source, tmp_path, capsys):
     index = tmp_path / "index"
     shutil.copytree(source, index)

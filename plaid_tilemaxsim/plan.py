@@ -28,12 +28,14 @@ import torch
 from torch import Tensor
 
 from plaid_tilemaxsim.funnel import default_params
+from plaid_tilemaxsim.index.files import INT32_MAX
 from plaid_tilemaxsim.index.placement import plan_for
 
 DIM = 128  # the dimensions that were measured
 NBITS = (1, 2, 4)
 KS = (10, 100, 1000)
 PLACEMENTS = ("gpu", "host")
+MOST_TOKENS = 2**20  # of a passage; no encoder makes as many
 # Memory of a GPU that the plan counts on; the rest is for CUDA itself, batches and the time of loading.
 USABLE = 0.9
 
@@ -107,6 +109,12 @@ def sizes_of(passages: int, avg_len: float, nbits: int, gpu: str, centroids: int
     ):
         if not value >= 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
+    if passages > INT32_MAX:
+        raise ValueError(
+            f"passages: expected at most {INT32_MAX}, since an index numbers them in int32, got {passages}"
+        )
+    if avg_len > MOST_TOKENS:
+        raise ValueError(f"avg-len: expected at most {MOST_TOKENS} tokens, got {avg_len:g}")
     if nbits not in NBITS:
         raise ValueError(f"nbits: expected one of {NBITS}, which were measured, got {nbits}")
     tokens = round(passages * avg_len)
@@ -199,6 +207,8 @@ def describe(
         if value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
     n = shards_needed(sizes, placement, gpu) if shards is None else shards
+    if n > passages:
+        raise ValueError(f"shards: expected at most one for each of the {passages} passages, got {n}")
     on_gpu, on_host = memory(sizes.shard(n), placement)
     room = USABLE * m["memory_bytes"]
     # Centroids and what else does not depend on the passages is in every shard.

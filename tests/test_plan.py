@@ -108,6 +108,10 @@ def test_command(capsys):
         (["--passages", "0"], "passages: expected at least 1"),
         (["--placement", "disk"], "placement: expected one of"),
         (["--shards", "0"], "shards: expected at least 1"),
+        (["--passages", "10", "--shards", "11"], "shards: expected at most one for each of the 10 passages"),
+        (["--passages", "2147483648"], "passages: expected at most 2147483647"),
+        (["--avg-len", "inf"], "avg-len: expected at most"),
+        (["--avg-len", "nan"], "avg-len: expected at least 1"),
     ):
         assert cli.main([*words, *wrong]) == 2
         assert message in capsys.readouterr().err

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from plaid_tilemaxsim import faults
 from plaid_tilemaxsim.engine import SearchEngine, score_aligned
 from plaid_tilemaxsim.funnel import SearchParams
 from plaid_tilemaxsim.graphs import Turns, recording
@@ -65,7 +66,8 @@ class ShardedEngine(SearchEngine):
     def _score_aligned(self, Q: Tensor, pids: Tensor) -> Tensor:
         scores = torch.empty(pids.numel(), device=self.device)
         for s, at, local in self._shards.owned(pids):
-            part = score_aligned(self.index.shards[s], self._shards.exact_scorer(s), Q[at.to(Q.device)], local)
+            shard = self.index.shards[s]
+            part = score_aligned(shard, self._shards.exact_scorer(s), Q[at.to(Q.device)], local.to(shard.device))
             scores[at] = part.to(self.device)
         return scores
 
@@ -118,7 +120,8 @@ class Shards:
         return torch.cat([part.to(self.device) + start for part, start in zip(parts, self.index.starts, strict=True)])
 
     def owned(self, pids: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-        """(shard, positions int64 in ``pids``, pids int32 in the shard on its device) of every shard that has some.
+        """(shard, positions int64 in ``pids``, pids int32 in the shard) of every shard that has some, all on the first
+        device.
 
         pids: int32 [n] on the first device, any order. Raises IndexError for one outside the index.
         """
@@ -127,10 +130,10 @@ class Shards:
             raise IndexError(f"pids: expected 0 .. {self.index.num_passages - 1}, got {int(pids[outside][0])}")
         owner = torch.bucketize(pids, self._ends, right=True)
         found = []
-        for s, (start, shard) in enumerate(zip(self.index.starts, self.index.shards, strict=True)):
+        for s, start in enumerate(self.index.starts):
             at = (owner == s).nonzero()[:, 0]
             if at.numel():
-                found.append((s, at, (pids[at] - start).to(shard.device)))
+                found.append((s, at, pids[at] - start))
         return found
 
     def exact_scorer(self, shard: int) -> ExactScorer:
@@ -144,6 +147,13 @@ class Shards:
 
     def close(self) -> None:
         self.__dict__.pop("index", None)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "index":
+                raise ValueError("search engine: expected an open one, got one that was closed")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _found(
         self,
@@ -326,9 +336,12 @@ class DeviceShards(Shards):
         with self._turns.take():
             try:
                 yield
-            except BaseException:
+            except BaseException as error:
                 for stream in self._streams:  # what is under way reads buffers that the next search writes
-                    stream.synchronize()
+                    try:
+                        stream.synchronize()
+                    except RuntimeError as lost:
+                        raise faults.device_lost(lost, stream.device) from error
                 raise
 
     def _apart(self, shard: int) -> contextlib.AbstractContextManager[Any]:
@@ -341,6 +354,10 @@ class DeviceShards(Shards):
             here = torch.cuda.current_stream().record_event()
             for stream in self._streams:
                 stream.wait_event(here)
+
+    def _reachable(self, Q: Tensor) -> Tensor:
+        """Where ``_fork`` has the shards wait for it: in host memory, or on the first device."""
+        return Q.to(self.device) if Q.is_cuda else Q
 
     def _join(self) -> None:
         if self._on_gpu:
@@ -363,7 +380,7 @@ class DeviceShards(Shards):
         with self._turn():
             lanes = 1 if len(Q) == 1 else min(shard.batch_lanes(Q.size(1), len(Q)) for shard in self._shards)
             on_host = self._records and lanes == len(Q) == 1 and Q.device.type == "cpu"
-            masks = self._slices(allow)
+            Q, masks = self._reachable(Q), self._slices(allow)
             # The first shard is next to the merge, the last one's row has a way to go.
             last_to_first = range(len(self._shards) - 1, -1, -1)
             queries = [Q] * len(self._shards)
@@ -439,13 +456,15 @@ class DeviceShards(Shards):
         return merging
 
     def _scored(self, Q: Tensor, lists: list[tuple[int, Tensor]]) -> list[Tensor]:
-        found = []
         with self._turn():
+            Q = self._reachable(Q)
+            # Of the caller's stream: memory of a shard's stream would be another caller's as soon as it is let go of.
+            found = [torch.empty(local.numel(), device=self.device) for _, local in lists]
             self._fork()
-            for s, local in lists:
+            for (s, local), scores in zip(lists, found, strict=True):
                 with self._apart(s):
                     row = self._shards[s].launch("score", Q[None], SearchParams(), 1, pids=local)
-                    found.append(row[: local.numel()].clone().to(self.device))
+                    scores.copy_(row[: local.numel()], non_blocking=True)
             self._join()
         return found
 
@@ -536,8 +555,8 @@ class Replicas(SearchEngine):
             engine.warmup(lq, params, batch)
 
     def close(self) -> None:
+        self._seen.clear()  # so that what comes from here on is not given to the pool
         self._pool.shutdown()
-        self._seen.clear()
         for engine in self.engines:
             engine.close()
         self.__dict__.pop("index", None)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -346,6 +348,33 @@ def test_closed(index: PlaidIndex, queries: Tensor, groups: list[int]) -> None:
             call()
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("params", [MODES[0], MODES[5]], ids=str)
+def test_closed_during_searches(index: PlaidIndex, queries: Tensor, impl: str, params: SearchParams) -> None:
+    if ON_GPU and impl == "torch":
+        pytest.skip("the index is on a GPU")
+    one, several = engines(index, impl, 2)
+    wanted = one.search(queries[0], params)
+    ends: list[str] = []
+
+    def run() -> None:
+        try:
+            while same(several.search(queries[0], params), wanted):
+                pass
+            ends.append("another answer")
+        except (ValueError, AttributeError) as error:
+            ends.append(str(error))
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    several.close()
+    for thread in threads:
+        thread.join(60)
+    assert ends == 3 * ["search engine: expected an open one, got one that was closed"]
+
+
 @pytest.mark.gpu
 def test_close_gives_the_memory_back(index: PlaidIndex, queries: Tensor) -> None:
     torch.cuda.empty_cache()
@@ -423,6 +452,42 @@ def test_queries_on_the_device_and_other_streams(index: PlaidIndex, queries: Ten
                 assert all(same(several.search(q, params), want) for q, want in zip(queries, wanted))
                 assert all(map(same, several.search_batch(queries.cuda(), params), wanted))
     assert set(several.profile(queries[0], MODES[0])) >= {"centroids", "merge"}
+
+
+@pytest.mark.gpu
+def test_a_query_on_another_gpu_than_the_first(index: PlaidIndex, queries: Tensor) -> None:
+    """The shard there waits for what made the query."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    several = ShardedEngine(load_shards(index, ["cuda:0", "cuda:1"]))
+    wanted = [several.search(q, MODES[0]) for q in queries]
+    weight = torch.randn(4096, 4096, device="cuda:1")
+    for Q, want in zip(queries, wanted, strict=True):
+        q = Q.to("cuda:1")
+        with torch.cuda.device(1):
+            late = torch.zeros_like(q)
+            for _ in range(20):  # work that takes some milliseconds
+                weight = weight @ weight / 4096
+            late += q + 0 * weight[0, 0].nan_to_num(0, 0, 0)
+        assert same(several.search(late, MODES[0]), want)
+
+
+def test_a_lost_device_is_named(index: PlaidIndex, queries: Tensor, monkeypatch: Any) -> None:
+    """Failures come up at the wait for the merge, outside of every shard's own search."""
+
+    class Lost:
+        device = torch.device("cuda:1")
+
+        def synchronize(self) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    _, several = engines(index, "triton", 2)
+    shards = several._device_search
+    several.search(queries[0], MODES[0])
+    monkeypatch.setattr(shards, "_streams", [*shards._streams, Lost()])
+    monkeypatch.setattr(shards, "_join", Lost().synchronize)
+    with pytest.raises(RuntimeError, match="cuda:1: expected it to answer, got RuntimeError: CUDA error"):
+        several.search(queries[0], MODES[0])
 
 
 @pytest.fixture(scope="module")

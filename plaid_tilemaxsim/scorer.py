@@ -63,11 +63,11 @@ class _Loaded:
 def _build_engine(
     index: PlaidIndex, groups: list[list[torch.device]], options: ScorerConfig, shared: Sequence[SearchEngine] = ()
 ) -> SearchEngine:
-    """On the devices of ``sharded.resolve_devices``. shared: engines of the same index."""
+    """On the devices of ``replicas.resolve_devices``. shared: engines of the same index."""
     from plaid_tilemaxsim.index.files import Verify
     from plaid_tilemaxsim.index.placement import needs
     from plaid_tilemaxsim.index.pq import read_pq
-    from plaid_tilemaxsim.sharded import build_engine
+    from plaid_tilemaxsim.replicas import build_engine
 
     device = groups[0][0]
     if options.tuning is not None:
@@ -506,7 +506,7 @@ class TileMaxSimScorer(IndexScorer):
         """An engine beside those kept, on their device; empties ``kept`` where memory is too small for that."""
         if options.encoder == "fast" and not is_enabled():
             self._once(logging.WARNING, 'encoder="fast" needs plaid_tilemaxsim.enable(); until then stock encodes')
-        from plaid_tilemaxsim.sharded import resolve_devices
+        from plaid_tilemaxsim.replicas import resolve_devices
 
         on_gpu = options.devices is None and self._on_gpu()
         groups = resolve_devices(options.devices, options.replicas, on_gpu)

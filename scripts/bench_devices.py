@@ -34,7 +34,7 @@ from plaid_tilemaxsim.config import ScorerConfig
 from plaid_tilemaxsim.engine import SearchEngine, SearchParams, with_defaults
 from plaid_tilemaxsim.index.files import read_index
 from plaid_tilemaxsim.index.resident import load_resident
-from plaid_tilemaxsim.sharded import Replicas, build_engine, resolve_devices
+from plaid_tilemaxsim.replicas import Replicas, build_engine, resolve_devices
 from scripts.ab_latency import conclude, described, recorded, timed
 
 Answer = tuple[Tensor, Tensor]

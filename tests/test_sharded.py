@@ -27,7 +27,8 @@ from plaid_tilemaxsim.index.pq import PQ
 from plaid_tilemaxsim.index.resident import load_resident
 from plaid_tilemaxsim.index.shards import ShardedIndex, load_shards, parts_of, with_inverse_norms
 from plaid_tilemaxsim.ops import reference
-from plaid_tilemaxsim.sharded import Replicas, ShardedEngine, build_engine, resolve_devices
+from plaid_tilemaxsim.replicas import Replicas, build_engine, resolve_devices
+from plaid_tilemaxsim.sharded import ShardedEngine
 from tests.synthetic import make_index, make_queries
 
 ON_GPU = torch.cuda.is_available()

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from plaid_tilemaxsim.encoder import QueryEncoder
     from plaid_tilemaxsim.engine import SearchEngine, SearchParams
     from plaid_tilemaxsim.index.files import PlaidIndex
+    from plaid_tilemaxsim.index.pq import PQ
 
 logger = logging.getLogger("plaid_tilemaxsim")
 
@@ -64,9 +65,7 @@ def _build_engine(
     index: PlaidIndex, groups: list[list[torch.device]], options: ScorerConfig, shared: Sequence[SearchEngine] = ()
 ) -> SearchEngine:
     """On the devices of ``replicas.resolve_devices``. shared: engines of the same index."""
-    from plaid_tilemaxsim.index.files import Verify
     from plaid_tilemaxsim.index.placement import needs
-    from plaid_tilemaxsim.index.pq import read_pq
     from plaid_tilemaxsim.replicas import build_engine
 
     device = groups[0][0]
@@ -74,7 +73,7 @@ def _build_engine(
         from plaid_tilemaxsim.ops import tuning
 
         tuning.load(options.tuning, device)
-    pq = read_pq(index, options.pq_m, verify=cast(Verify, options.verify)) if options.codec == "pq" else None
+    pq = _read_pq(index, options)
     try:
         return build_engine(
             index, groups, options.placement, codec=options.codec, pq=pq, impl=options.impl, shared=shared
@@ -90,6 +89,13 @@ def _read_index(path: str, options: ScorerConfig) -> PlaidIndex:
     from plaid_tilemaxsim.index.files import Verify, read_index
 
     return read_index(path, verify=cast(Verify, options.verify))
+
+
+def _read_pq(index: PlaidIndex, options: ScorerConfig) -> PQ | None:
+    from plaid_tilemaxsim.index.files import Verify
+    from plaid_tilemaxsim.index.pq import read_pq
+
+    return read_pq(index, options.pq_m, verify=cast(Verify, options.verify)) if options.codec == "pq" else None
 
 
 class TileMaxSimScorer(IndexScorer):
@@ -352,7 +358,8 @@ class TileMaxSimScorer(IndexScorer):
         """Loads the index again if its files have changed; returns whether they had.
 
         Searches of other threads end with the index that they began with. What IndexUpdater changed in memory and did
-        not save is lost. ValueError for files that are no index (now): then searches go on as before.
+        not save is lost. ValueError for files that are no index (now), or without the product quantiser that is in use:
+        then searches go on as before.
         """
         with self._lock, torch.inference_mode(False):
             self._check_open()
@@ -360,7 +367,12 @@ class TileMaxSimScorer(IndexScorer):
                 return False
             loaded = self._loaded
             options = ScorerConfig.from_options(None) if loaded is None else loaded.options
-            _read_index(self.index_path, options)
+            # What loading would refuse is refused here: the old index has to make room before the new one is laid out.
+            index = _read_index(self.index_path, options)
+            index.verify_references()
+            if loaded is not None:
+                _read_pq(index, options)
+            del index
             if self._updated_state() is not None:
                 logger.warning("%s: loaded again; changes in memory that were not saved are gone", self.index_path)
             had_engine = loaded is not None

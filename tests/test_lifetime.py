@@ -16,6 +16,7 @@ from plaid_tilemaxsim.engine import SearchEngine, SearchParams
 from plaid_tilemaxsim.index import resident
 from plaid_tilemaxsim.index.files import read_index
 from plaid_tilemaxsim.index.mapped import MappedRows
+from plaid_tilemaxsim.index.pq import write_pq
 from plaid_tilemaxsim.index.stamps import fingerprint
 from plaid_tilemaxsim.index.transfer import copy_staged
 from tests.colbert_fixtures import checkpoint, collection, enabled, index, stock_extensions  # noqa: F401
@@ -228,6 +229,27 @@ class TestRefresh:
         with pytest.raises(ValueError, match=r"ivf\.pid\.pt"):
             ranker.refresh()
         assert ranker.rank(settings(), Q, k=10) == before
+
+    def test_an_index_that_only_loading_refuses(self, path):
+        """Codes out of range pass the structure's checks, as does a product quantiser of the index before."""
+        pytest.importorskip("faiss")
+        write_pq(read_index(path), 16, sample=600, progress=False)
+        ranker, Q = TileMaxSimScorer(str(path), USE_GPU), make_queries(path, n=1)
+        config = settings(codec="pq")
+        before = ranker.rank(config, Q, k=10)
+        codes = torch.load(path / "0.codes.pt")
+        torch.save(codes.index_fill(0, torch.tensor([5]), 1 << 20), path / "0.codes.pt")
+        with pytest.raises(ValueError, match=r"0\.codes\.pt: codes: expected values in .* got 1048576 at position 5"):
+            ranker.refresh()
+        assert ranker.rank(config, Q, k=10) == before
+        torch.save(codes.flip(0), path / "0.codes.pt")
+        with pytest.raises(ValueError, match=r"pq16\.json: index: expected the files that it was made from"):
+            ranker.refresh()
+        assert ranker.changed()
+        assert ranker.rank(config, Q, k=10) == before
+        torch.save(codes, path / "0.codes.pt")
+        assert ranker.refresh()
+        assert ranker.rank(config, Q, k=10) == before
 
     def test_files_that_change_during_a_load(self, path, monkeypatch):
         ranker, Q = TileMaxSimScorer(str(path), USE_GPU), make_queries(path, n=1)

@@ -184,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--collection", metavar="FILE.tsv", help='passages, for requests with {"text": true}')
     serve.add_argument("--scorer-options", type=_json_object, metavar="JSON", help="as in ColBERTConfig")
     serve.add_argument("--host", default="127.0.0.1", help="who reaches it can search (default: %(default)s)")
-    serve.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    serve.add_argument("--port", type=_port, default=8000, help="0 takes a free one (default: %(default)s)")
     for limit in dataclasses.fields(Limits):
         option, text = f"--{limit.name.replace('_', '-')}", f"{limit.metadata['help']} (default: %(default)s)"
         serve.add_argument(option, type=type(limit.default), default=limit.default, metavar="N", help=text)
@@ -204,6 +204,12 @@ def _counts(text: str) -> list[int]:
     if not counts or min(counts) < 1:
         raise argparse.ArgumentTypeError(f"expected positive integers with commas between them, got {text!r}")
     return counts
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:  # getaddrinfo takes it modulo 65536
+        raise argparse.ArgumentTypeError(f"expected 0 .. 65535, got {text!r}")
+    return int(text)
 
 
 def _json_object(text: str) -> dict[str, Any]:

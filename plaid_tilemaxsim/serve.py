@@ -43,6 +43,7 @@ try:
     )
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
 except ImportError as error:
     raise ImportError(f"{error.name} is not installed here; pip install 'plaid-tilemaxsim[serve]'") from None
 
@@ -55,8 +56,8 @@ logger = logging.getLogger("plaid_tilemaxsim")
 
 RETRY_AFTER_SECONDS = 1
 CLIENT_GONE = 499  # the status of a request that nobody hears the answer of; for the metrics
-# A client that sends no faster than this is cut off.
-BODY_SECONDS = 10.0
+# A client that sends its body no faster than this is cut off, and one of which nothing is heard for as long.
+BODY_SECONDS = IDLE_SECONDS = 10.0
 # Searches in a row whose failure makes /health say so.
 FAILING = 3
 
@@ -399,13 +400,37 @@ def _read_collection(path: str, passages: int) -> Any:
     return read
 
 
+class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """Ends where a client begins no request, or takes nothing of an answer, for IDLE_SECONDS.
+
+    uvicorn waits for both without end, so that a few hundred such clients take all file descriptors.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._before: Any = None
+        self._check()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(error)
+
+    def _check(self) -> None:
+        # A new request is a new cycle. One that is worked on is the server's business.
+        before, self._before = self._before, (self.cycle, self.transport.get_write_buffer_size())
+        if before == self._before and (self.cycle is None or self.cycle.response_complete):
+            self.transport.abort()
+        else:
+            self._timer = self.loop.call_later(IDLE_SECONDS, self._check)
+
+
 def serve(app: FastAPI, host: str, port: int, *, shutdown_seconds: float = 30.0) -> None:
     """Serves until SIGTERM or SIGINT; then answers what it has accepted, for at most ``shutdown_seconds``.
 
     port 0 takes a free one. Prints the address. Raises OSError where it cannot be had.
     """
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False,
+        app, http=Connection, log_level="warning", access_log=False, server_header=False,
         timeout_graceful_shutdown=math.ceil(shutdown_seconds),
     )  # fmt: skip
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

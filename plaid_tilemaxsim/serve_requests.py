@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+MOST_WAIT_MS = 60_000.0
 FIELDS = ("query", "queries", "k", "pids", "text")
 
 
@@ -32,6 +33,8 @@ class Limits:
             least = 0 if name == "max_wait_ms" else 1
             if not value >= least:
                 raise ValueError(f"{name}: expected at least {least}, got {value}")
+        if self.max_wait_ms > MOST_WAIT_MS:
+            raise ValueError(f"max_wait_ms: expected at most {MOST_WAIT_MS:g}, got {self.max_wait_ms}")
         if self.max_queries > self.max_queue:
             raise ValueError(f"max_queries: expected at most max_queue = {self.max_queue}, got {self.max_queries}")
 

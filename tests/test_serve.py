@@ -52,7 +52,7 @@ def call(address, method="POST", path="/search", body=None, headers=None, timeou
 def running(app):
     """Address of the app, served by a thread of this process."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        server = uvicorn.Server(uvicorn.Config(app, http=serve.Connection, log_level="warning"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
@@ -136,7 +136,13 @@ class TestParse:
         assert len(str(refused).encode()) < 500
 
     def test_limits_are_checked(self):
-        for wrong in ({"max_k": 0}, {"max_wait_ms": -1.0}, {"max_wait_ms": math.nan}, {"max_queue": 5}):
+        for wrong in (
+            {"max_k": 0},
+            {"max_wait_ms": -1.0},
+            {"max_wait_ms": math.nan},
+            {"max_wait_ms": math.inf},
+            {"max_queue": 5},
+        ):
             with pytest.raises(ValueError, match=f"{next(iter(wrong))}|max_queries: expected at most max_queue = 5"):
                 Limits(**wrong)
 
@@ -361,6 +367,48 @@ class TestRefusals:
         while gone not in call(address, "GET", "/metrics")[2]:
             time.sleep(0.05)
 
+    def test_clients_that_do_nothing(self, address, monkeypatch):
+        """No request, half of one, half of the next one: cut off; one that works goes on."""
+        monkeypatch.setattr(serve, "IDLE_SECONDS", 0.3)
+        host, port = address.removeprefix("http://").split(":")
+        half, whole = b"POST /search HTTP/1.1\r\nHost: a\r\n", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+        for sent in (b"", half, whole + half):
+            with socket.create_connection((host, int(port)), timeout=30) as client:
+                client.sendall(sent)
+                answer = b""
+                with contextlib.suppress(ConnectionResetError):
+                    while part := client.recv(1000):
+                        answer += part
+                assert answer.startswith(b"HTTP/1.1 200") == (whole in sent)
+        with contextlib.closing(http.client.HTTPConnection(host, int(port), timeout=30)) as client:
+            client.connect()
+            connected = client.sock
+            for _ in range(10):
+                client.request("GET", "/health")
+                assert client.getresponse().read()
+                time.sleep(0.1)
+            assert client.sock is connected
+
+    def test_a_client_that_does_not_read(self, monkeypatch):
+        monkeypatch.setattr(serve, "IDLE_SECONDS", 0.3)
+        app = serve.FastAPI()
+        app.get("/")(lambda: serve.Response(bytes(1 << 26)))
+        with running(app) as address, socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            host, port = address.removeprefix("http://").split(":")
+            client.connect((host, int(port)))
+            client.settimeout(30)
+            client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            taken = 0
+            for _ in range(10):  # slow is not idle
+                taken += len(client.recv(1 << 16))
+                time.sleep(0.1)
+            time.sleep(1.5)
+            with contextlib.suppress(ConnectionResetError):
+                while part := client.recv(1 << 20):
+                    taken += len(part)
+            assert 0 < taken < 1 << 26
+
 
 class TestApp:
     """Around a search that waits or fails."""
@@ -479,11 +527,18 @@ class TestCommand:
                 ([str(index), "--collection", str(tmp_path / "no.tsv")], "no.tsv"),
                 ([str(index), "--scorer-options", '{"moed": 1}'], "scorer_options: expected names"),
                 ([str(index), "--port", port], "Address already in use"),
+                ([str(index), "--max-wait-ms", "inf"], "max_wait_ms: expected at most 60000, got inf"),
             ):
                 assert cli.main(["serve", *arguments]) == 2
                 error = capsys.readouterr().err.splitlines()[-1]
                 assert error.startswith("plaid-tilemaxsim: ")
                 assert message in error
+
+    @pytest.mark.parametrize("port", ["99999", "-1", "http"])
+    def test_ports(self, port, capsys):
+        with pytest.raises(SystemExit):
+            cli.main(["serve", "index", "--port", port])
+        assert f"expected 0 .. 65535, got '{port}'" in capsys.readouterr().err
 
     def test_names_the_extra(self):
         code = "import sys; sys.modules['fastapi'] = None; from plaid_tilemaxsim.cli import main; main(['serve', 'x'])"

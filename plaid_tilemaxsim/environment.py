@@ -86,9 +86,12 @@ def _triton_cache() -> str:
     """Where compiled kernels are kept from one process to the next."""
     home = Path(os.environ.get("TRITON_HOME") or Path.home())
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
-    if not folder.is_dir():
+    try:
+        return f"{folder} ({sum(1 for _ in folder.iterdir())} entries)"
+    except FileNotFoundError:
         return f"{folder} (not there yet)"
-    return f"{folder} ({sum(1 for _ in folder.iterdir())} entries)"
+    except OSError as error:  # then no kernel can be compiled
+        return f"{folder} (cannot be read: {error.strerror})"
 
 
 def _version(distribution: str) -> str:

@@ -167,6 +167,14 @@ def test_env(capsys, monkeypatch, tmp_path):
     assert "PLAID_TILEMAXSIM_TUNING=h200.json" in out
 
 
+def test_env_of_a_cache_that_cannot_be_read(capsys, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    for folder, said in (("file", "cannot be read: Not a directory"), ("none", "not there yet")):
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / folder))
+        assert cli.main(["env"]) == 0
+        assert f"{tmp_path / folder} ({said})" in capsys.readouterr().out
+
+
 @pytest.mark.gpu
 def test_env_names_kernels_and_driver(capsys):
     assert cli.main(["env"]) == 0

@@ -44,6 +44,8 @@ _NEEDED = {"plaid": TUNED, "rerank": TUNED[:1], "exhaustive": ()}
 _STOCK_ATTRIBUTES = frozenset({"codec", "ivf", "doclens", "embeddings", "embeddings_strided", "offsets"})
 
 
+# Rows behind the embeddings that stock makes room for.
+STOCK_PADDING = 512
 # Engines of one index that are kept side by side: the newest ones of other codecs, placements and implementations.
 MOST_ENGINES = 4
 Key = tuple[str, int | None, str, str, str | None, tuple[str, ...] | None, int]
@@ -344,7 +346,9 @@ class TileMaxSimScorer(IndexScorer):
         return engine.candidates(short, _count("ncells", config.ncells)), centroids @ short.T
 
     def set_embeddings_strided(self) -> None:
-        """Stock's hook: IndexUpdater calls it after changing codes, residuals or doclens."""
+        """Stock's hook: IndexUpdater calls it after changing codes, residuals or doclens, and the constructor."""
+        if self._loaded_state is None and not self.load_index_with_mmap:
+            self._trim_stock()
         super().set_embeddings_strided()
         self._revision += 1
 
@@ -432,6 +436,14 @@ class TileMaxSimScorer(IndexScorer):
             self._loaded_state, self._stock_fingerprint = self._stock_state(), mark
             if self.load_index_with_mmap:
                 self._check_stock_maps()
+
+    def _trim_stock(self) -> None:
+        """Takes away uninitialised rows: IndexUpdater counts embeddings twice where it saves them, stock makes room for
+        those that it counted, and the next IndexUpdater.add would put its own behind them and save what lies before."""
+        rows = int(self.doclens.sum()) + STOCK_PADDING
+        embeddings = self.embeddings
+        if len(embeddings.codes) > rows:
+            embeddings.codes, embeddings.residuals = embeddings.codes[:rows], embeddings.residuals[:rows]
 
     def _check_stock_maps(self) -> None:
         """Says so when stock maps its files at a wrong place: it skips a header of fixed length, torch's differ."""

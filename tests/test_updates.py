@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from plaid_tilemaxsim import TileMaxSimScorer
+from plaid_tilemaxsim.index.files import read_index
 from plaid_tilemaxsim.index.pq import read_pq, write_pq
 from tests.colbert_fixtures import checkpoint, collection, enabled, index, stock_extensions  # noqa: F401
 
@@ -88,10 +89,30 @@ def test_add(searcher, other, checkpoint):  # noqa: F811
     assert other.rank(searcher.config, Q, k=300)[0] == after
 
 
+def test_an_index_that_was_updated_before(searcher, other, path, checkpoint):  # noqa: F811
+    """By itself stock saves uninitialised memory the second time."""
+    text = "kuri kuri tena mosina"
+    Q = searcher.encode(text)
+    for pid in (300, 301):
+        assert updater_adds(searcher, checkpoint, text) == [pid]
+        score = dict(zip(*searcher.dense_search(Q, k=300)[::2], strict=True))[pid]
+        assert searcher.refresh()
+        assert other.refresh()
+        read_index(path, verify="full")
+        assert dict(zip(*other.rank(searcher.config, Q, k=300), strict=True))[pid] == score
+    scores = dict(zip(*other.rank(searcher.config, Q, k=300), strict=True))
+    assert scores[300] == scores[301]
+
+
+def updater_adds(searcher, checkpoint, text):  # noqa: F811
+    update = updater(searcher, checkpoint)
+    added = update.add([text])
+    update.persist_to_disk()
+    return added
+
+
 def test_a_pq_sidecar_of_before_is_refused(searcher, path):
     pytest.importorskip("faiss")
-    from plaid_tilemaxsim.index.files import read_index
-
     write_pq(read_index(path), 16, sample=600, progress=False)
     Q = searcher.encode("baro tena kuri")
     searcher.refresh()  # the sidecar is new

@@ -924,10 +924,11 @@ def test_nothing_is_allocated_from_claims(mutation: Mutation, folder: Path, expe
 
 
 def test_the_bounds_of_claims_see_memory(expected: dict[str, Ranking]) -> None:
+    # more than earlier tests can have left to the allocator
     with pytest.raises(AssertionError), bounds(32, 2, mapped=True):
-        torch.ones(1 << 24)
+        torch.ones(1 << 28)
     with pytest.raises(RuntimeError, match="alloc"), bounds(32, 2, mapped=False):
-        torch.empty(1 << 24)
+        torch.empty(1 << 30)
 
 
 def test_every_byte_of_a_tensor_file(folder: Path) -> None:

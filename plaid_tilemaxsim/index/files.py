@@ -31,14 +31,13 @@ from plaid_tilemaxsim.index.checks import (
     invalid,
 )
 from plaid_tilemaxsim.index.lists import build_pid_lists
+from plaid_tilemaxsim.index.stamps import SMALL_FILE
 
 NBITS = (1, 2, 4, 8)
 INT32_MAX = 2**31 - 1
 FLOAT16_MAX = 65504.0
 FLOATS = (torch.float32, torch.float16)
 INTS = (torch.int32, torch.int64)
-# Files up to this size enter PlaidIndex.digest by content, larger ones by size and time alone.
-SMALL_FILE = 1 << 20
 
 Verify = Literal["full", "structure"]
 

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+# Files up to this size enter a digest by content, larger ones by size and time alone.
 SMALL_FILE = 1 << 20
 # Of an index and its PQ sidecars; others may come and go.
 _FILES = re.compile(r"(\d+\.)?metadata\.json|doclens\.\d+\.json|.+\.pt|pq\d+\.json")

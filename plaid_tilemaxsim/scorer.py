@@ -6,33 +6,27 @@ others. Either side loads its copy of the index when first needed, so that a pro
 
 from __future__ import annotations
 
-import gc
 import logging
 import operator
-import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from plaid_tilemaxsim import compat, faults, is_enabled
+from plaid_tilemaxsim import is_enabled
 from plaid_tilemaxsim.config import ScorerConfig, options_of, scorer_of
+from plaid_tilemaxsim.engines import Engines
 from plaid_tilemaxsim.index.stamps import fingerprint
 from plaid_tilemaxsim.stats import SearchStats, Watch
-
-compat.allow_missing_git()
-
-from colbert.search.index_storage import IndexScorer  # noqa: E402
+from plaid_tilemaxsim.stock import StockScorer
 
 if TYPE_CHECKING:
     from plaid_tilemaxsim.encoder import QueryEncoder
     from plaid_tilemaxsim.engine import SearchEngine, SearchParams
-    from plaid_tilemaxsim.index.files import PlaidIndex
-    from plaid_tilemaxsim.index.pq import PQ
 
 logger = logging.getLogger("plaid_tilemaxsim")
 
@@ -40,67 +34,9 @@ FilterFn = Callable[[Tensor], Tensor]
 # Fields of ColBERTConfig that follow from k unless the user sets them.
 TUNED = ("ncells", "centroid_score_threshold", "ndocs")
 _NEEDED = {"plaid": TUNED, "rerank": TUNED[:1], "exhaustive": ()}
-# What stock's constructor loads, and its callers (IndexUpdater, for one) read.
-_STOCK_ATTRIBUTES = frozenset({"codec", "ivf", "doclens", "embeddings", "embeddings_strided", "offsets"})
 
 
-# Rows behind the embeddings that stock makes room for.
-STOCK_PADDING = 512
-# Engines of one index that are kept side by side: the newest ones of other codecs, placements and implementations.
-MOST_ENGINES = 4
-Key = tuple[str, int | None, str, str, str | None, tuple[str, ...] | None, int]
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    """Engines over one state of the index. Never changed, only replaced, so whoever reads it sees one state."""
-
-    state: tuple[Any, ...] | None  # stock's tensors that they were built from; None: the files
-    digest: str | None  # of the files
-    fingerprint: str  # likewise, PQ sidecars included
-    options: ScorerConfig  # of the newest engine
-    reachable: Tensor | None  # bool [N]: passages in some list, where an update took some out
-    engines: Mapping[Key, SearchEngine]
-
-
-def _build_engine(
-    index: PlaidIndex, groups: list[list[torch.device]], options: ScorerConfig, shared: Sequence[SearchEngine] = ()
-) -> SearchEngine:
-    """On the devices of ``replicas.resolve_devices``. shared: engines of the same index."""
-    from plaid_tilemaxsim.index.placement import needs
-    from plaid_tilemaxsim.replicas import build_engine
-
-    device = groups[0][0]
-    if options.tuning is not None:
-        from plaid_tilemaxsim.ops import tuning
-
-        tuning.load(options.tuning, device)
-    pq = _read_pq(index, options)
-    try:
-        return build_engine(
-            index, groups, options.placement, codec=options.codec, pq=pq, impl=options.impl, shared=shared
-        )
-    except torch.OutOfMemoryError as error:
-        reason = faults.first_line(error)
-    # The plan had found room for it; what it holds is freed by now.
-    pq_m = None if pq is None else pq.m
-    raise RuntimeError(f"{index.path}: {reason}; {needs(index, device, codec=options.codec, pq_m=pq_m)}")
-
-
-def _read_index(path: str, options: ScorerConfig) -> PlaidIndex:
-    from plaid_tilemaxsim.index.files import Verify, read_index
-
-    return read_index(path, verify=cast(Verify, options.verify))
-
-
-def _read_pq(index: PlaidIndex, options: ScorerConfig) -> PQ | None:
-    from plaid_tilemaxsim.index.files import Verify
-    from plaid_tilemaxsim.index.pq import read_pq
-
-    return read_pq(index, options.pq_m, verify=cast(Verify, options.verify)) if options.codec == "pq" else None
-
-
-class TileMaxSimScorer(IndexScorer):
+class TileMaxSimScorer(StockScorer):
     """Scores passages of a stock PLAID index; stock's surface, for ``Searcher`` and for direct use.
 
     index_path: folder of the index. use_gpu: search on the current CUDA device if there is one. load_index_with_mmap
@@ -119,23 +55,14 @@ class TileMaxSimScorer(IndexScorer):
     """
 
     on_search: Callable[[SearchStats], None] | None = None
+    _transient = (*StockScorer._transient, "_warned", "_engines", "_encoder", "_told", "on_search")
 
-    def __init__(self, index_path: str, use_gpu: bool = True, load_index_with_mmap: bool = False) -> None:
-        self.index_path = str(index_path)
-        self.use_gpu = use_gpu
-        self.load_index_with_mmap = load_index_with_mmap
-        self._revision = 0
-        self._loaded_state: tuple[Any, ...] | None = None  # stock's tensors as they came from the files
-        self._stock_fingerprint: str | None = None  # of those files
-        self._start_without_engine()
-
-    def _start_without_engine(self) -> None:
-        self._lock = threading.RLock()
+    def _start(self) -> None:
+        super()._start()
         self._warned: set[str] = set()
-        self._loaded: _Loaded | None = None
+        self._engines = Engines(self.index_path, self.use_gpu, self._lock)
         self._encoder: QueryEncoder | None = None
         self._told = threading.local()
-        self._closed = False
 
     def __enter__(self) -> TileMaxSimScorer:
         return self
@@ -161,7 +88,7 @@ class TileMaxSimScorer(IndexScorer):
         if self.serves(config):
             self._get_engine(options_of(config))
         else:
-            self._load_stock()
+            self.load_stock()
 
     @property
     def num_passages(self) -> int:
@@ -173,11 +100,7 @@ class TileMaxSimScorer(IndexScorer):
 
     @property
     def _engine(self) -> SearchEngine | None:
-        """The newest engine that still fits the index."""
-        loaded = self._loaded
-        if loaded is None or self._stale(loaded):
-            return None
-        return list(loaded.engines.values())[-1]
+        return self._engines.newest(self)
 
     def rank(
         self,
@@ -280,7 +203,7 @@ class TileMaxSimScorer(IndexScorer):
         from plaid_tilemaxsim.encoder import QueryEncoder
 
         with self._lock:
-            self._check_open()
+            self.check_open()
             if self._encoder is None or self._encoder.checkpoint is not checkpoint:
                 self._encoder = QueryEncoder(checkpoint)
             return self._encoder
@@ -345,17 +268,9 @@ class TileMaxSimScorer(IndexScorer):
         centroids = engine.index.centroids.float()
         return engine.candidates(short, _count("ncells", config.ncells)), centroids @ short.T
 
-    def set_embeddings_strided(self) -> None:
-        """Stock's hook: IndexUpdater calls it after changing codes, residuals or doclens, and the constructor."""
-        if self._loaded_state is None and not self.load_index_with_mmap:
-            self._trim_stock()
-        super().set_embeddings_strided()
-        self._revision += 1
-
     def changed(self) -> bool:
         """Whether the index's files are others than those that were loaded; reads only their names, sizes and times."""
-        loaded = self._loaded
-        marks = {self._stock_fingerprint, None if loaded is None else loaded.fingerprint} - {None}
+        marks = {self.stock_fingerprint, self._engines.fingerprint} - {None}
         return bool(marks) and marks != {fingerprint(self.index_path)}
 
     def refresh(self) -> bool:
@@ -366,24 +281,17 @@ class TileMaxSimScorer(IndexScorer):
         then searches go on as before.
         """
         with self._lock, torch.inference_mode(False):
-            self._check_open()
+            self.check_open()
             if not self.changed():
                 return False
-            loaded = self._loaded
-            options = ScorerConfig.from_options(None) if loaded is None else loaded.options
+            options = self._engines.options
             # What loading would refuse is refused here: the old index has to make room before the new one is laid out.
-            index = _read_index(self.index_path, options)
-            index.verify_references()
-            if loaded is not None:
-                _read_pq(index, options)
-            del index
-            if self._updated_state() is not None:
+            self._engines.check_files(options or ScorerConfig())
+            if self.updated_state() is not None:
                 logger.warning("%s: loaded again; changes in memory that were not saved are gone", self.index_path)
-            had_engine = loaded is not None
-            self._loaded = loaded = None
-            self._forget_stock()
-            gc.collect()  # recordings refer to the engine that holds them
-            if had_engine:
+            self._engines.forget()
+            self.forget_stock()
+            if options is not None:
                 self._get_engine(options)
             return True
 
@@ -391,198 +299,19 @@ class TileMaxSimScorer(IndexScorer):
         """Frees what engines, encoder and stock's side hold; later searches raise ValueError. Idempotent."""
         with self._lock:
             self._closed = True
-            loaded, self._loaded = self._loaded, None
-            for engine in () if loaded is None else set(loaded.engines.values()):
-                engine.close()
-            self._forget_stock()
+            self._engines.close()
+            self.forget_stock()
             if self._encoder is not None:
                 self._encoder.close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ValueError(f"{self.index_path}: scorer: expected an open one, got one that was closed")
-
-    def _forget_stock(self) -> None:
-        self._loaded_state = self._stock_fingerprint = None
-        for name in (*_STOCK_ATTRIBUTES, "_metadata"):
-            self.__dict__.pop(name, None)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Stock's attributes, as stock pickles them; the engine is built again where it is needed."""
-        ours = ("_lock", "_warned", "_loaded", "_encoder", "_told", "on_search")
-        return {name: value for name, value in vars(self).items() if name not in ours}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._start_without_engine()
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _STOCK_ATTRIBUTES and self.__dict__.get("_loaded_state") is None and "_lock" in self.__dict__:
-            self._load_stock()
-            if name in self.__dict__:
-                return self.__dict__[name]
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def _load_stock(self) -> None:
-        """Everything that stock's constructor loads, including its extensions."""
-        with self._lock:
-            if self._loaded_state is not None:
-                return
-            self._check_open()
-            mark = fingerprint(self.index_path)
-            # Stock's tensors must outlive a search's inference mode.
-            with torch.inference_mode(False):
-                super().__init__(self.index_path, self.use_gpu, self.load_index_with_mmap)
-            self._loaded_state, self._stock_fingerprint = self._stock_state(), mark
-            if self.load_index_with_mmap:
-                self._check_stock_maps()
-
-    def _trim_stock(self) -> None:
-        """Takes away uninitialised rows: IndexUpdater counts embeddings twice where it saves them, stock makes room for
-        those that it counted, and the next IndexUpdater.add would put its own behind them and save what lies before."""
-        rows = int(self.doclens.sum()) + STOCK_PADDING
-        embeddings = self.embeddings
-        if len(embeddings.codes) > rows:
-            embeddings.codes, embeddings.residuals = embeddings.codes[:rows], embeddings.residuals[:rows]
-
-    def _check_stock_maps(self) -> None:
-        """Says so when stock maps its files at a wrong place: it skips a header of fixed length, torch's differ."""
-        path = os.path.join(self.index_path, "0.codes.pt")
-        codes = torch.load(path, map_location="cpu", mmap=True, weights_only=True)[:1024]
-        if not torch.equal(self.embeddings.codes[: len(codes)], codes):
-            logger.error(
-                "%s: colbert-ai reads this index wrongly with load_index_with_mmap=True, so scorer='plaid' ranks "
-                "at random; scorer='tilemaxsim' is not affected",
-                self.index_path,
-            )
-
-    def _stock_state(self) -> tuple[Any, ...]:
-        held = self.__dict__
-        embeddings = held["embeddings"]
-        return held["ivf"], held["doclens"], embeddings.codes, embeddings.residuals, self._revision
-
-    def _updated_state(self) -> tuple[Any, ...] | None:
-        """Stock's tensors where some have been replaced (by IndexUpdater) since they came from the files."""
-        before = self._loaded_state
-        if before is None:
-            return None
-        try:
-            now = self._stock_state()
-        except KeyError:  # another thread is letting go of them
-            return None
-        return None if _same(before, now) else now
-
-    def _stale(self, loaded: _Loaded) -> bool:
-        """Whether the index in memory is another than the one that these engines were built from."""
-        now = self._updated_state()
-        return now is not loaded.state and (now is None or loaded.state is None or not _same(now, loaded.state))
 
     def _get_engine(self, options: ScorerConfig) -> SearchEngine:
         return self._get(options)[0]
 
     def _get(self, options: ScorerConfig) -> tuple[SearchEngine, Tensor | None]:
-        """The engine that the options ask for, built when first needed, and the passages that may be found (None: all).
-
-        Engines of one index stay side by side and share what lies at the same place, so that a Searcher can change
-        between them at each call; where memory is too small for that, the others go.
-        """
-        places = options.devices, options.replicas
-        key = options.codec, options.pq_m, options.placement, options.impl, options.tuning, *places
-        found = self._find(key)
-        if found is not None:
-            return found
-        with self._lock, torch.inference_mode(False):
-            found = self._find(key)
-            if found is not None:
-                return found
-            self._check_open()
-            mark = fingerprint(self.index_path)
-            # Other threads may still search with engines that are let go of here: each goes when they do too.
-            loaded = self._loaded
-            if loaded is not None and self._stale(loaded):
-                self._loaded = loaded = None
-            state = self._updated_state()
-            index = _read_index(self.index_path, options)
-            digest = index.digest()
-            if loaded is not None and loaded.digest != digest:
-                self._loaded = loaded = None
-            reachable = None
-            if state is not None:
-                index = self._index_in_memory(index)
-                reachable = torch.zeros(index.num_passages, dtype=torch.bool)
-                reachable[index.ivf_pids.long()] = True
-            kept: dict[Key, SearchEngine] = {} if loaded is None else dict(loaded.engines)
-            loaded = None  # so that nothing but ``kept`` holds engines that may have to make room
-            same = (one for other, one in kept.items() if other[4:] == key[4:] and _same_engine(one, options))
-            engine = next(same, None)
-            if engine is None:
-                engine = self._build(index, options, kept)
-            if fingerprint(self.index_path) != mark:
-                raise ValueError(f"{self.index_path}: files: expected them to stay while they are read, got others")
-            kept[key] = engine
-            while len(set(kept.values())) > MOST_ENGINES:
-                oldest = next(iter(kept.values()))
-                kept = {key: one for key, one in kept.items() if one is not oldest}
-            self._loaded = _Loaded(state, digest, mark, options, reachable, kept)
-            return engine, reachable
-
-    def _build(self, index: PlaidIndex, options: ScorerConfig, kept: dict[Key, SearchEngine]) -> SearchEngine:
-        """An engine beside those kept, on their device; empties ``kept`` where memory is too small for that."""
+        """The engine that the options ask for, and the passages that may be found, as ``Engines.get`` has them."""
         if options.encoder == "fast" and not is_enabled():
             self._once(logging.WARNING, 'encoder="fast" needs plaid_tilemaxsim.enable(); until then stock encodes')
-        from plaid_tilemaxsim.replicas import resolve_devices
-
-        on_gpu = options.devices is None and self._on_gpu()
-        groups = resolve_devices(options.devices, options.replicas, on_gpu)
-        if (options.devices, options.replicas) == (None, 1):
-            # Not the GPU that happens to be the current one now.
-            groups = [[one.device] for key, one in kept.items() if key[5:] == (None, 1)][:1] or groups
-        others = list(kept.values())
-        if not others:
-            return _build_engine(index, groups, options)
-        try:
-            return _build_engine(index, groups, options, others)
-        except RuntimeError:
-            kept.clear()
-            others.clear()
-            self._loaded = None
-        gc.collect()  # recordings refer to the engine that holds them
-        return _build_engine(index, groups, options)
-
-    def _find(self, key: Key) -> tuple[SearchEngine, Tensor | None] | None:
-        loaded = self._loaded
-        if loaded is None or key not in loaded.engines or self._stale(loaded):
-            return None
-        return loaded.engines[key], loaded.reachable
-
-    def _index_in_memory(self, stored: PlaidIndex) -> PlaidIndex:
-        """The index as IndexUpdater left it in stock's tensors; centroids and buckets never change."""
-        if self.load_index_with_mmap:
-            raise ValueError(
-                f"{self.index_path}: expected load_index_with_mmap=False to search an updated index, got True"
-            )
-        return type(stored).from_tensors(
-            nbits=stored.nbits,
-            centroids=stored.centroids,
-            bucket_cutoffs=stored.bucket_cutoffs,
-            bucket_weights=stored.bucket_weights,
-            codes=self.embeddings.codes,
-            residuals=self.embeddings.residuals,
-            doclens=self.doclens,
-            ivf=self.ivf.tensor,
-            ivf_lengths=self.ivf.lengths,
-            metadata=stored.metadata,
-            path=stored.path,
-            verify="structure",
-        )
-
-    def _on_gpu(self) -> bool:
-        if self.use_gpu:
-            faults.check_fork()
-        if self.use_gpu and not torch.cuda.is_available():
-            self._once(logging.WARNING, "use_gpu was asked for, but torch sees no CUDA device; searching on the CPU")
-            return False
-        return bool(self.use_gpu)
+        return self._engines.get(options, self)
 
     def _params(
         self, config: Any, options: ScorerConfig, k: int | None, unset: Collection[str], *, given: bool
@@ -614,20 +343,6 @@ class TileMaxSimScorer(IndexScorer):
         if message not in self._warned:
             self._warned.add(message)
             logger.log(level, "%s: %s", self.index_path, message)
-
-
-def _same_engine(engine: SearchEngine, options: ScorerConfig) -> bool:
-    """Whether these options would build the same, their defaults spelled out."""
-    on_gpu, where = engine.device.type == "cuda", engine.index.placement
-    impl = ("triton" if on_gpu else "torch") if options.impl == "auto" else options.impl
-    # What "auto" finds beside an engine with residuals elsewhere is another question each time.
-    names = {"cpu": ("auto", "host"), "gpu": ("auto", "gpu")}.get(where, (where,))
-    return engine.index.codec == options.codec != "pq" and engine.impl == impl and options.placement in names
-
-
-def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Identity, not equality: stock replaces what it changes, and comparing tensors would read them."""
-    return all(x is y or (isinstance(x, int) and x == y) for x, y in zip(a, b, strict=True))
 
 
 def _count(name: str, value: Any) -> int:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import plaid_tilemaxsim
-from plaid_tilemaxsim import TileMaxSimScorer, compat, faults, scorer
+from plaid_tilemaxsim import TileMaxSimScorer, compat, engines, faults
 from plaid_tilemaxsim.engine import SearchEngine, SearchParams
 from plaid_tilemaxsim.index import resident
 from plaid_tilemaxsim.index.files import read_index
@@ -96,13 +96,13 @@ class TestThreads:
 
     def test_a_first_search_in_every_thread(self, plain, monkeypatch):
         ranker, Q = TileMaxSimScorer(str(plain), USE_GPU), make_queries(plain, n=8)
-        built, build = [], scorer._build_engine
+        built, build = [], engines._build_engine
 
         def counted(*args):
             built.append(args)
             return build(*args)
 
-        monkeypatch.setattr(scorer, "_build_engine", counted)
+        monkeypatch.setattr(engines, "_build_engine", counted)
         found: dict[int, object] = {}
 
         def work(i: int) -> None:
@@ -253,14 +253,14 @@ class TestRefresh:
 
     def test_files_that_change_during_a_load(self, path, monkeypatch):
         ranker, Q = TileMaxSimScorer(str(path), USE_GPU), make_queries(path, n=1)
-        build = scorer._build_engine
+        build = engines._build_engine
 
         def build_slowly(*args):
             os.utime(path / "0.codes.pt")
             return build(*args)
 
         with monkeypatch.context() as patch:
-            patch.setattr(scorer, "_build_engine", build_slowly)
+            patch.setattr(engines, "_build_engine", build_slowly)
             with pytest.raises(ValueError, match="expected them to stay while they are read, got others"):
                 ranker.rank(settings(), Q, k=10)
         assert len(ranker.rank(settings(), Q, k=10)[0]) == 10

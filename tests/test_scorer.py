@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import plaid_tilemaxsim
-from plaid_tilemaxsim import compat, scorer
+from plaid_tilemaxsim import compat, engines, scorer
 from plaid_tilemaxsim.index.files import read_index
 from plaid_tilemaxsim.index.pq import read_pq, write_pq
 from plaid_tilemaxsim.ops import reference
@@ -225,31 +225,31 @@ class TestCodecs:
 
     def test_changing_between_them_builds_each_once(self, quantised, monkeypatch):
         built = []
-        build = scorer._build_engine
+        build = engines._build_engine
 
         def counted(*args):
             built.append(args)
             return build(*args)
 
-        monkeypatch.setattr(scorer, "_build_engine", counted)
+        monkeypatch.setattr(engines, "_build_engine", counted)
         ranker, Q = TileMaxSimScorer(str(quantised), USE_GPU), make_queries(quantised, n=1)
         every = [{}, {"codec": "dense"}, {"codec": "pq", "pq_m": 16}, {"codec": "pq", "pq_m": 32}]
         first = [ranker.rank(settings(scorer_options=options), Q) for options in every]
-        engines = set(ranker._loaded.engines.values())
-        assert len({engine.index.codes.data_ptr() for engine in engines}) == 1
+        kept = list(ranker._engines)
+        assert len({engine.index.codes.data_ptr() for engine in kept}) == 1
         for _ in range(2):
             assert [ranker.rank(settings(scorer_options=options), Q) for options in every] == first
-        assert len(built) == len(engines) == 4
+        assert len(built) == len(kept) == 4
         # Another word for the same engine.
         ranker.rank(settings(scorer_options={"impl": "triton" if USE_GPU else "torch"}), Q)
         ranker.rank(settings(scorer_options={"placement": "gpu" if USE_GPU else "host", "codec": "dense"}), Q)
         assert len(built) == 4
-        monkeypatch.setattr(scorer, "MOST_ENGINES", 2)
+        monkeypatch.setattr(engines, "MOST_ENGINES", 2)
         ranker.rank(settings(scorer_options={"codec": "pq", "pq_m": 16, "verify": "full", "placement": "gpu"}
                              if USE_GPU else {"impl": "torch", "codec": "pq", "pq_m": 16}), Q)  # fmt: skip
-        assert len(set(ranker._loaded.engines.values())) == 2
+        assert len(list(ranker._engines)) == 2
         ranker.close()
-        assert ranker._loaded is None
+        assert not list(ranker._engines)
 
     def test_threads_that_change_between_them(self, quantised):
         ranker, Q = TileMaxSimScorer(str(quantised), USE_GPU), make_queries(quantised, n=1)
@@ -277,7 +277,7 @@ class TestCodecs:
         """The other engine goes, and the one asked for comes."""
         ranker, Q = TileMaxSimScorer(str(quantised), USE_GPU), make_queries(quantised, n=1)
         before = ranker.rank(settings(), Q)
-        build, other = scorer._build_engine, weakref.ref(ranker._engine)
+        build, other = engines._build_engine, weakref.ref(ranker._engine)
 
         def tight(index, device, options, shared=()):  # noqa: F811
             if shared:
@@ -285,9 +285,9 @@ class TestCodecs:
             assert other() is None, "its memory is free by now"
             return build(index, device, options)
 
-        monkeypatch.setattr(scorer, "_build_engine", tight)
+        monkeypatch.setattr(engines, "_build_engine", tight)
         ranker.rank(settings(scorer_options={"codec": "dense"}), Q)
-        assert [engine.index.codec for engine in ranker._loaded.engines.values()] == ["dense"]
+        assert [engine.index.codec for engine in ranker._engines] == ["dense"]
         assert ranker.rank(settings(), Q) == before
 
     def test_files_that_changed_are_read_again(self, tmp_path):

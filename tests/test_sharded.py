@@ -533,7 +533,7 @@ class TestScorer:
         Q = make_queries(folder, n=1)
         for options in ({}, {"devices": [DEVICE] * 2}, {"devices": [DEVICE]}, {}):
             ranker.rank(self.config(**options), Q, k=3)
-        kinds = {type(engine).__name__ for engine in ranker._loaded.engines.values()}
+        kinds = {type(engine).__name__ for engine in ranker._engines}
         assert kinds >= {"SearchEngine", "ShardedEngine"}
 
     def test_a_device_that_is_not_there(self, ranker: Any, folder: Path) -> None:

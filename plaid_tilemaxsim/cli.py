@@ -319,30 +319,22 @@ def _warmup(args: argparse.Namespace) -> int:
     import torch
 
     from plaid_tilemaxsim.config import ScorerConfig
-    from plaid_tilemaxsim.engine import SearchEngine, with_defaults
-    from plaid_tilemaxsim.index.files import read_index
-    from plaid_tilemaxsim.index.pq import read_pq
-    from plaid_tilemaxsim.index.resident import load_resident
+    from plaid_tilemaxsim.engine import with_defaults
+    from plaid_tilemaxsim.engines import Engines
 
     options = ScorerConfig.from_options(args.scorer_options)
-    index = read_index(args.index, verify="structure")  # what load_resident checks by itself is left to it
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if options.tuning is not None:
-        from plaid_tilemaxsim.ops import tuning
-
-        tuning.load(options.tuning, device)
-    pq = read_pq(index, options.pq_m) if options.codec == "pq" else None
-    resident = load_resident(index, device, options.placement, codec=options.codec, pq=pq)
-    engine = SearchEngine(resident, impl=options.impl)
+    engines = Engines(args.index, torch.cuda.is_available())
+    engine, _ = engines.get(options)
+    where = str(engine.device) if options.devices is None else ", ".join(options.devices)
     for k in args.k:
         params = with_defaults(k, mode=options.mode, prefilter=options.prefilter, query_maxlen=args.query_maxlen)
         began = time.perf_counter()
         engine.warmup(args.query_maxlen, params, batch=True)
         compiled = time.perf_counter()
         engine.warmup(args.query_maxlen, params)
-        milliseconds = (time.perf_counter() - compiled) * 1e3
-        print(f"k={k}: ready after {compiled - began:.1f} s; a search takes {milliseconds:.2f} ms on {device}")
-    engine.close()
+        milliseconds = (time.perf_counter() - compiled) * 1e3 / options.replicas
+        print(f"k={k}: ready after {compiled - began:.1f} s; a search takes {milliseconds:.2f} ms on {where}")
+    engines.close()
     return 0
 
 

@@ -5,11 +5,13 @@ import re
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 
 import plaid_tilemaxsim
 from plaid_tilemaxsim import cli
+from plaid_tilemaxsim.engine import SearchEngine
 from tests.colbert_fixtures import checkpoint, collection, index  # noqa: F401
 from tests.synthetic import make_index
 
@@ -201,6 +203,33 @@ def test_warmup_says_when_it_is_ready(tmp_path, capsys):
     ):
         assert cli.main(["warmup", str(tmp_path / arguments[0]), *arguments[1:]]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def searched(monkeypatch):
+    """The engines, shards among them, that were asked for a search."""
+    found = set()
+
+    def noted(method):
+        return lambda engine, *args, **kwargs: found.add(engine) or method(engine, *args, **kwargs)
+
+    for name in ("search", "survivors"):
+        monkeypatch.setattr(SearchEngine, name, noted(getattr(SearchEngine, name)))
+    return found
+
+
+@pytest.mark.parametrize("more", [{"devices": ["cpu"] * 3}, {"devices": ["cpu"] * 4, "replicas": 2}], ids=str)
+@pytest.mark.parametrize("mode", ["plaid", "exhaustive"])
+def test_warmup_reaches_every_shard_of_every_replica(tmp_path, searched, capsys, mode, more):
+    path = str(make_index(tmp_path / "index", n=60, dim=64))
+    options = {"mode": mode, **more}
+    assert cli.main(["warmup", path, "--k", "5", "--query-maxlen", "8", "--scorer-options", json.dumps(options)]) == 0
+    assert f"ms on {', '.join(more['devices'])}\n" in capsys.readouterr().out
+    assert len([engine for engine in searched if type(engine) is SearchEngine]) == len(more["devices"])
+    searched.clear()
+    config = SimpleNamespace(scorer="tilemaxsim", scorer_options=options, query_maxlen=8)
+    plaid_tilemaxsim.TileMaxSimScorer(path).warmup(config, 5)
+    assert len([engine for engine in searched if type(engine) is SearchEngine]) == len(more["devices"])
 
 
 def test_pq_writes_a_sidecar_that_inspect_lists(tmp_path, capsys):

@@ -100,12 +100,13 @@ def compile_for(folder, arch, LQ, DIM, nbits, listed):
         assert programs * 32 * (-(-needs["registers"] // 8) * 8) <= 65536
 
 
-def emulate(c, cs, folder, pids, programs=3):
-    """Scores by the PTX of the kernel, block after block of query tokens as the launcher goes."""
+def emulate(c, cs, folder, pids, programs=3, n=None):
+    """Scores by the PTX of the kernel, block after block of query tokens as the launcher goes; of the first n pids."""
     memory = ptx_warp.Memory()
     stored, lo, step = quantised(c.inv_norms)
-    n = len(LENGTHS) if pids is None else len(pids)
-    out = poisoned(n, "cpu").numpy()
+    cap = len(LENGTHS) if pids is None else len(pids)
+    n = cap if n is None else n
+    out = poisoned(cap, "cpu").numpy()
     workspace = residual_fast_kernel.prepare(c.Q, cs, c.bucket_weights, c.nbits)
     NT = 2 if cs.table.size(1) == 16 else 4
     table, scale, codes, residuals, inv_norms, offsets = (
@@ -141,6 +142,15 @@ def check_ptx(tmp_path, LQ, DIM, nbits, listed):
 @no_gpu
 def test_the_ptx_scores_like_the_oracle(tmp_path):
     check_ptx(tmp_path, 32, 128, 2, listed=True)
+
+
+@no_gpu
+def test_the_ptx_follows_no_pid_of_an_empty_list(tmp_path):
+    """After a filter that leaves nothing the list is memory that nobody wrote."""
+    compile_for(tmp_path, 90, 32, 128, 2, listed=True)
+    c = make_collection("cpu", 32, 128, 2)
+    unwritten = torch.full((8,), 2**31 - 1, dtype=torch.int32)
+    assert emulate(c, c.centroid_scores(), tmp_path, unwritten, n=0).isnan().all()
 
 
 @no_gpu

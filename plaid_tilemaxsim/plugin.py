@@ -399,4 +399,4 @@ def _forget_flags() -> None:
     for config in configs:
         for name in FIELDS:
             vars(config).pop(name, None)
-            config.assigned.pop(name, None)
+            vars(config).get("assigned", {}).pop(name, None)  # none where its constructor failed

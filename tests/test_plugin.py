@@ -151,6 +151,14 @@ class TestReversible:
             assert not hasattr(config, "scorer")
             assert pickle.loads(pickle.dumps(config)).nbits == 4
 
+    @pytest.mark.usefixtures("enabled")
+    def test_a_config_that_was_refused(self):
+        with pytest.raises(ValueError, match="got 'moed'") as refused:  # its frames hold the config
+            ColBERTConfig(scorer="tilemaxsim", scorer_options={"moed": "plaid"})
+        plaid_tilemaxsim.disable()
+        assert not plaid_tilemaxsim.is_enabled()
+        assert refused.tb is not None
+
     def test_foreign_wrapper_is_not_dropped(self, enabled, monkeypatch):  # noqa: F811
         with monkeypatch.context() as patch:
             patch.setattr(Searcher, "dense_search", lambda *args: None)

@@ -105,6 +105,7 @@ def main() -> int:
     parser.add_argument(
         "--limit", type=float, default=240, help="seconds that one part may take (default: %(default)s)"
     )
+    parser.add_argument("--commit", help="of this code, for the record, where there is no checkout to ask")
     args = parser.parse_args()
     tools, parts = args.tools.split(","), args.parts.split(",")
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
@@ -146,7 +147,7 @@ def main() -> int:
         "rows": rows,
         "gpu": torch.cuda.get_device_name(),
         "versions": versions("torch", "triton") | {"compute-sanitizer": version.rpartition("Version ")[2].strip()},
-        "commit": commit(),
+        "commit": args.commit or commit(),
         "command": "python " + " ".join(["scripts/sanitize.py", *sys.argv[1:]]),
     }
     write_text(args.out, json.dumps(result, indent=1) + "\n")

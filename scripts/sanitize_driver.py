@@ -41,11 +41,20 @@ from plaid_tilemaxsim.ops import (
     reference,
     residual_batch_kernel,
     residual_fast_kernel,
+    residual_fp32_kernel,
     residual_kernel,
     select_kernel,
     tuning,
 )
-from tests.ops.ragged import Collection, assert_scores, make_collection, make_pq, poisoned, residual_tolerance
+from tests.ops.ragged import (
+    Collection,
+    assert_scores,
+    fp32_tolerance,
+    make_collection,
+    make_pq,
+    poisoned,
+    residual_tolerance,
+)
 
 DEVICE = "cpu" if tuning.interpreted() else "cuda"
 LENGTHS = (300, 0, 1, 15, 16, 17, 0)  # the last passage is empty: nothing lies behind the last token
@@ -108,6 +117,17 @@ def residual(nbits: int) -> None:
             out = poisoned(len(PIDS) if pids is not None else len(LENGTHS), DEVICE)
             kernel.residual_maxsim(*arguments, pids, out, count)
             check(out, want[scored], tolerance)
+
+
+def residual_fp32(nbits: int) -> None:
+    for DIM, LQ in shapes(nbits):
+        host, c = moved(DIM, LQ, nbits)
+        want = reference.residual_maxsim(host.Q, *host.raw)
+        arguments = (c.Q, c.centroids, c.codes, c.residuals, c.bucket_weights, nbits, c.offsets)
+        for pids, count, scored in lists(len(LENGTHS)):
+            out = poisoned(len(PIDS) if pids is not None else len(LENGTHS), DEVICE)
+            residual_fp32_kernel.residual_maxsim(*arguments, pids, out, count)
+            check(out, want[scored], fp32_tolerance(host, want))
 
 
 def residual_batch(nbits: int) -> None:
@@ -335,6 +355,10 @@ PARTS: dict[str, Callable[[], None]] = {
     "residual2": lambda: residual(2),
     "residual4": lambda: residual(4),
     "residual8": lambda: residual(8),
+    "fp32_1": lambda: residual_fp32(1),
+    "fp32_2": lambda: residual_fp32(2),
+    "fp32_4": lambda: residual_fp32(4),
+    "fp32_8": lambda: residual_fp32(8),
     "batch1": lambda: residual_batch(1),
     "batch2": lambda: residual_batch(2),
     "batch4": lambda: residual_batch(4),

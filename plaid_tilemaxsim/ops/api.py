@@ -226,6 +226,59 @@ def residual_maxsim(
 
 
 @torch.no_grad()
+def residual_maxsim_fp32(
+    Q: Tensor,
+    centroids: Tensor,
+    codes: Tensor,
+    residuals: Tensor,
+    bucket_weights: Tensor,
+    nbits: int,
+    offsets: Tensor,
+    pids: Tensor | None = None,
+    out: Tensor | None = None,
+    count: Tensor | None = None,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """Exact MaxSim of compressed passages in fp32, slower than :func:`residual_maxsim`; fp32 ``[n]``. Similarity:
+
+        <q, v> / |v|,  v = centroid[code] + bucket_weights[residual];  0 where |v| is at most 1e-12
+
+    ``Q`` fp32 ``[LQ, DIM]``; ``centroids`` fp16 ``[C, DIM]`` (fp32 on CPU); the rest as for :func:`residual_maxsim`.
+    Kernel error for unit query tokens, per query token: fp32 sums over DIM, and three TF32 products in the place of
+    one, which leave out a relative 2**-22. A passage's bits depend on nothing else in the call.
+    """
+    _check("Q", Q, (None, None), (torch.float32,))
+    _query_limits(Q)
+    device, DIM = Q.device, Q.size(1)
+    _check("centroids", centroids, (None, DIM), (torch.float16, torch.float32), device)
+    _tokens(DIM, codes, residuals, bucket_weights, nbits, device)
+    pids, out = _selection(offsets, pids, out, count, codes)
+    chosen = _choose(impl, Q)
+    if codes.size(0) == 0:
+        return _all_empty(out, count)
+    if chosen == "triton":
+        _require("centroids.dtype", centroids.dtype == torch.float16, torch.float16, centroids.dtype)
+        if device.type == "cuda":
+            # the compiler widens loads as addresses allow, and the order of a norm's sum follows
+            _aligned("residuals", residuals, 16)
+            _aligned("centroids", centroids, 16)
+        from . import residual_fp32_kernel
+
+        residual_fp32_kernel.residual_maxsim(
+            Q, centroids, codes, residuals, bucket_weights, nbits, offsets, pids, out, count
+        )
+        return out
+    from . import cpu, eager
+
+    n = _host_count(out.size(0), count)
+    run = cpu.residual_maxsim_fp32 if chosen == "torch" else eager.residual_maxsim_fp32
+    selected = None if pids is None else pids[:n]
+    out[:n] = run(Q, centroids, codes, residuals, bucket_weights, nbits, offsets, selected)[:n]
+    return out
+
+
+@torch.no_grad()
 def residual_maxsim_batch(
     Q: Tensor,
     centroids: Tensor,
@@ -467,16 +520,23 @@ def _compressed(
     device: torch.device,
 ) -> None:
     """Checks what compressed tokens consist of: tensors on ``device``, residuals there or in pinned memory."""
-    _require("nbits", type(nbits) is int and nbits in (1, 2, 4, 8), "1, 2, 4 or 8", nbits)
-    _require("DIM", DIM % (8 // nbits) == 0, f"a multiple of {8 // nbits} at {nbits} bits", DIM)
+    _tokens(DIM, codes, residuals, bucket_weights, nbits, device)
     _require("inv_norm_lo", _finite(inv_norm_lo), "a finite number", inv_norm_lo)
     _require("inv_norm_step", _finite(inv_norm_step), "a finite number", inv_norm_step)
+    _check("inv_norms", inv_norms, (codes.size(0),), (torch.uint16, torch.float32), device)
+
+
+def _tokens(
+    DIM: int, codes: Tensor, residuals: Tensor, bucket_weights: Tensor, nbits: int, device: torch.device
+) -> None:
+    """``_compressed`` without inverse norms."""
+    _require("nbits", type(nbits) is int and nbits in (1, 2, 4, 8), "1, 2, 4 or 8", nbits)
+    _require("DIM", DIM % (8 // nbits) == 0, f"a multiple of {8 // nbits} at {nbits} bits", DIM)
     _check("codes", codes, (None,), (torch.int32,), device)
     _check("residuals", residuals, (codes.size(0), DIM * nbits // 8), (torch.uint8,))
     on_host = device.type == "cuda" and residuals.device.type == "cpu"
     _require("residuals", not on_host or residuals.is_pinned(), f"{device} or pinned", "pageable memory")
     _require("residuals.device", on_host or residuals.device == device, device, residuals.device)
-    _check("inv_norms", inv_norms, (codes.size(0),), (torch.uint16, torch.float32), device)
     _check("bucket_weights", bucket_weights, (2**nbits,), (torch.float32,), device)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding_bag
+from torch.nn.functional import embedding_bag, normalize
 
 from plaid_tilemaxsim.ops.api import CentroidScores
 
@@ -135,6 +135,29 @@ def residual_maxsim(
                 similarities = tile_part.add_(torch.embedding(table, codes_part)).mul_(inverse_part)
                 torch.amax(similarities, 1, out=maxima_part)
             scores[passages] += maxima.sum(1)
+    return scores
+
+
+def residual_maxsim_fp32(
+    Q: Tensor,
+    centroids: Tensor,
+    codes: Tensor,
+    residuals: Tensor,
+    bucket_weights: Tensor,
+    nbits: int,
+    offsets: Tensor,
+    pids: Tensor | None = None,
+) -> Tensor:
+    """The same from the centroids, without their scores and inverse norms: embeddings, a tile at a time."""
+    first, lengths = _passages(offsets, pids)
+    table = byte_table(nbits, bucket_weights)
+    scores = torch.where(lengths > 0, 0.0, -torch.inf)
+    for passages, tokens in _tiles(first, lengths, Q.size(1)):
+        listed = tokens.view(-1)
+        d = decompress(_at(codes, tokens).view(-1), torch.embedding(residuals, listed), centroids, table)
+        d = normalize(d, dim=1).view(*tokens.shape, -1)
+        for q in Q.split(_QUERY_BLOCK):
+            scores[passages] += _amax(d @ q.T).sum(1)
     return scores
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .api import CentroidScores
-from .reference import _chunks, _passages, _rows, _sum_of_maxima, decode_residuals, pq_decode
+from .reference import _chunks, _passages, _rows, _sum_of_maxima, decode_residuals, decompress, pq_decode
 
 
 def centroid_scores(Q: Tensor, centroids: Tensor, threshold: float | None) -> CentroidScores:
@@ -59,6 +59,27 @@ def residual_maxsim(
         inv = inv_norm_lo + inv_norm_step * inv_norms[rows].float()
         similarities = cs.table[codes[rows].long(), : cs.LQ] * cs.scale + weights @ Q.T
         scores[chunk] = _sum_of_maxima(similarities * inv[:, None], owner, chunk.stop - chunk.start)
+    return scores
+
+
+def residual_maxsim_fp32(
+    Q: Tensor,
+    centroids: Tensor,
+    codes: Tensor,
+    residuals: Tensor,
+    bucket_weights: Tensor,
+    nbits: int,
+    offsets: Tensor,
+    pids: Tensor | None,
+) -> Tensor:
+    """See :func:`.api.residual_maxsim_fp32`."""
+    first, lengths = _passages(offsets, pids)
+    scores = torch.empty(lengths.numel(), device=codes.device)
+    for chunk in _chunks(lengths):
+        rows, owner = _rows(first[chunk], lengths[chunk])
+        packed = residuals[rows.to(residuals.device)].to(codes.device)
+        d = decompress(codes[rows], packed, centroids, bucket_weights, nbits, torch.float32)
+        scores[chunk] = _sum_of_maxima(d @ Q.T, owner, chunk.stop - chunk.start)
     return scores
 
 

@@ -22,9 +22,8 @@ from .api import CentroidScores
 
 
 @triton.jit
-def _slot_weights(packed, weights_ptr, w0, w1, w2, w3, SLOT: tl.constexpr, NBITS: tl.constexpr):
-    """Weights fp16 [BLOCK_N, BLOCK_P] of one slot of bytes int32 [BLOCK_N, BLOCK_P]."""
-    bits = packed >> (8 - NBITS * (SLOT + 1))
+def _weights(bits, weights_ptr, w0, w1, w2, w3, NBITS: tl.constexpr):
+    """Weights fp32 of what the low NBITS of int32 ``bits`` hold: bucket indices with their bits reversed."""
     if NBITS == 1:
         w = tl.where((bits & 1) != 0, w1, w0)
     elif NBITS == 2:
@@ -36,7 +35,14 @@ def _slot_weights(packed, weights_ptr, w0, w1, w2, w3, SLOT: tl.constexpr, NBITS
         for b in tl.static_range(NBITS):
             index |= ((bits >> b) & 1) << (NBITS - 1 - b)
         w = tl.load(weights_ptr + index)
-    return w.to(tl.float16)
+    return w
+
+
+@triton.jit
+def _slot_weights(packed, weights_ptr, w0, w1, w2, w3, SLOT: tl.constexpr, NBITS: tl.constexpr):
+    """Weights fp16 [BLOCK_N, BLOCK_P] of one slot of bytes int32 [BLOCK_N, BLOCK_P]."""
+    bits = packed >> (8 - NBITS * (SLOT + 1))
+    return _weights(bits, weights_ptr, w0, w1, w2, w3, NBITS).to(tl.float16)
 
 
 @triton.jit

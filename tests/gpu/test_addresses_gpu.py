@@ -25,6 +25,7 @@ from plaid_tilemaxsim.ops import (
     reference,
     residual_batch_kernel,
     residual_fast_kernel,
+    residual_fp32_kernel,
     residual_kernel,
     select_kernel,
 )
@@ -32,6 +33,7 @@ from tests.ops.ragged import (
     LENGTHS,
     Collection,
     assert_scores,
+    fp32_tolerance,
     make_collection,
     make_pq,
     poisoned,
@@ -106,6 +108,44 @@ def test_tokens(tokens, kernel):
     """Codes and inverse norms past 2**32 bytes; token numbers past int32."""
     c = make_collection(DEVICE, 32, 32, 1)
     residual(c, c.centroid_scores(), kernel, tokens + 77, reference.residual_maxsim(c.Q, *c.raw))
+
+
+def fp32(c: Collection, first: int, pids: Tensor | None) -> None:
+    """``first`` tokens of zeros before the collection."""
+    at = torch.arange(N, device=DEVICE) if pids is None else ends(pids)
+    out = torch.empty(N if pids is None else len(pids), device=DEVICE)
+    out[at] = torch.nan
+    residual_fp32_kernel.residual_maxsim(
+        c.Q, c.centroids, behind(c.codes, first), behind(c.residuals, first), c.bucket_weights, c.nbits,
+        c.offsets + first, pids, out, None,
+    )  # fmt: skip
+    want = reference.residual_maxsim(c.Q, *c.raw, pids=at if pids is None else pids[at])
+    assert_scores(out[at], want, fp32_tolerance(c, want))
+
+
+@pytest.mark.gigabytes(7)
+@pytest.mark.parametrize("nbits", [1, 2, 4, 8])
+def test_residuals_in_fp32(nbits):
+    fp32(make_collection(DEVICE, 32, 128, nbits), shift(128 * nbits // 8), None)
+
+
+@pytest.mark.gigabytes(18)
+def test_tokens_in_fp32():
+    fp32(make_collection(DEVICE, 32, 32, 1), BYTES // 2 + 77, None)
+
+
+@pytest.mark.gigabytes(10)
+def test_centroids_in_fp32():
+    """Centroids past 2**32 bytes."""
+    c = make_collection(DEVICE, 32, 128)
+    first = shift(256)
+    c.centroids, c.codes = behind(c.centroids, first), c.codes + first
+    fp32(c, 0, None)
+
+
+@pytest.mark.gigabytes(6)
+def test_long_lists_in_fp32():
+    fp32(make_collection(DEVICE, 16, 64), 0, long_list())
 
 
 def batch(c: Collection, first: int, pids: Tensor | None, NQ: int = 3) -> None:

@@ -470,6 +470,29 @@ def residual_maxsim(draw: Draw, where: Where, tally: Tally) -> None:
     chosen.check(tally, call.result(), oracle(c, Q), c.kernel_tolerance if kernels else c.tolerance)
 
 
+def residual_maxsim_fp32(draw: Draw, where: Where, tally: Tally) -> None:
+    c = compressed(draw, where)
+    Q, impl = c.Q[0], draw(st.sampled_from(where.impls))
+    chosen = selection(draw, where, c.N)
+    arguments = {"Q": ways(draw, Q), "centroids": c.centroids, "impl": impl}
+    arguments |= {name: getattr(c, name) for name in INDEX_NAMES if not name.startswith("inv_norm")}
+    call = Call(api.residual_maxsim_fp32, arguments | chosen.arguments, chosen.wrong)
+    tensors = {name: dtypes for name, dtypes in INDEX_TENSORS.items() if name != "inv_norms"}
+    call.spoil(
+        draw,
+        {"Q": (torch.float32,), "centroids": (torch.float16, torch.float32)} | tensors | SELECTION_TENSORS,
+        {"nbits": numbers_of_norms()["nbits"]},
+    )
+    change_size(draw, call)
+    unfinished(draw, call, where)
+    if call.refuses(tally):
+        return
+    LQ, DIM = Q.shape
+    # fp32: each product and sum once, of the similarity, of the norm and over the query's tokens
+    tolerance = LQ * float(Q.norm(dim=1).max()) * (2 * DIM + LQ + 16) * U32
+    chosen.check(tally, call.result(), oracle(c, Q), tolerance)
+
+
 def residual_maxsim_batch(draw: Draw, where: Where, tally: Tally) -> None:
     NQ = draw(st.sampled_from((1, 2, 3, 5)))
     c = compressed(draw, where, NQ)
@@ -795,8 +818,8 @@ Operation = Callable[[Draw, Where, Tally], None]
 OPERATIONS: dict[str, Operation] = {
     function.__name__: function
     for function in (
-        centroid_scores, centroid_maxsim, residual_maxsim, residual_maxsim_batch, dense_packed, dense_padded, pq_maxsim,
-        decompress, candidates, select, rank,
+        centroid_scores, centroid_maxsim, residual_maxsim, residual_maxsim_fp32, residual_maxsim_batch, dense_packed,
+        dense_padded, pq_maxsim, decompress, candidates, select, rank,
     )
 }  # fmt: skip
 

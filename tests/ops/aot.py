@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -43,6 +44,7 @@ from plaid_tilemaxsim.ops import (
     rank_kernel,
     residual_batch_kernel,
     residual_fast_kernel,
+    residual_fp32_kernel,
     residual_kernel,
     select_kernel,
     tuning,
@@ -166,6 +168,15 @@ def launch_residual(
     )  # fmt: skip
 
 
+def launch_fp32(LQ: int, DIM: int, nbits: int, pids: torch.dtype | None, count: bool) -> None:
+    listed, out, n = _lists(pids, count)
+    residual_fp32_kernel.residual_maxsim(
+        torch.zeros(LQ, DIM), torch.zeros(100, DIM).half(), torch.zeros(1000).int(),
+        torch.zeros(1000, DIM * nbits // 8).byte(), torch.zeros(2**nbits), nbits, torch.zeros(101).long(), listed, out,
+        n,
+    )  # fmt: skip
+
+
 def launch_batch(NQ: int, LQ: int, DIM: int, nbits: int, pids: torch.dtype | None, stored: torch.dtype) -> None:
     listed, out, n = _lists(pids, pids is not None)
     residual_batch_kernel.residual_maxsim(
@@ -239,6 +250,7 @@ def launch_quick() -> None:
     for nbits in (1, 2, 4):
         launch_residual(residual_kernel, 32, 128, nbits, torch.int32, True, torch.uint16)
         launch_residual(residual_fast_kernel, 32, 128, nbits, torch.int32, True, torch.uint16)
+        launch_fp32(32, 128, nbits, torch.int32, True)
     launch_dense(1, 32, 128, torch.float16, "full")
     launch_dense(1, 32, 128, torch.float16, "pids")
     for NQ in (1, 8):
@@ -283,6 +295,14 @@ def launch_compressed_matrix() -> None:
         launch_pq(pq_kernel, 2, 70, DIM, M, None, False)
 
 
+def launch_fp32_matrix() -> None:
+    for DIM, nbits in itertools.product((64, 96, 128, 384, 768), (1, 2, 4, 8)):
+        for LQ in (16, 32, 64):
+            launch_fp32(LQ, DIM, nbits, torch.int32, True)
+    for DIM in (8, 40, 1024):
+        launch_fp32(128, DIM, 2, None, False)
+
+
 def launch_rest_matrix() -> None:
     for DIM in (96, 128, 384, 1024):
         for LQ in (32, 1024):
@@ -303,6 +323,7 @@ WHAT = {
     "quick": launch_quick,
     "dense": launch_dense_matrix,
     "compressed": launch_compressed_matrix,
+    "fp32": launch_fp32_matrix,
     "rest": launch_rest_matrix,
 }
 

@@ -162,6 +162,19 @@ def fast_residual_tolerance(c: Collection, cs: api.CentroidScores) -> float:
     return residual_tolerance(c, cs) + steps * largest * truncated
 
 
+def fp32_tolerance(c: Collection, want: Tensor) -> float:
+    """What api.residual_maxsim_fp32 may be off by from scores fp64 ``want``.
+
+    Errors of one sign, relative to a score: the tensor core adds 8 products a step and truncates to 2**-23 of what it
+    has so far, which is half of the similarity on average; the norm, the division and the sum over LQ add a few 2**-24.
+    Errors of random signs, over DIM and LQ: the parts of q and v that three products leave out, 2**-22 of a product
+    each, are three deviations together; six of these, for unit vectors.
+    """
+    LQ, DIM = c.Q.shape
+    largest = float(want[want.isfinite()].abs().max())
+    return largest * (DIM / 8 + 8 + math.log2(LQ)) * 2.0**-24 + 6 * (3 * LQ / DIM) ** 0.5 * 2.0**-22
+
+
 def assert_scores(got: Tensor, want: Tensor, tolerance: float) -> None:
     """Same -inf, everything else within ``tolerance``; and the comparison would notice passages in another order."""
     got, want = got.double().cpu(), want.double().cpu()

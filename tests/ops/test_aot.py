@@ -42,7 +42,7 @@ def test_a_launch_of_every_kernel(arch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["dense", "compressed", "rest"])
+@pytest.mark.parametrize("what", ["dense", "compressed", "fp32", "rest"])
 @pytest.mark.parametrize("arch", [80, 89, 90, 100])
 def test_every_shape(arch, what):
     check(arch, compiled(arch, what))

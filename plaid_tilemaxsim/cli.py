@@ -355,10 +355,13 @@ def _serve(args: argparse.Namespace) -> int:
     limits = Limits(**{limit.name: getattr(args, limit.name) for limit in dataclasses.fields(Limits)})
     from plaid_tilemaxsim import serve
 
-    searcher, texts = serve.open_searcher(
-        args.index, checkpoint=args.checkpoint, collection=args.collection, scorer_options=args.scorer_options
-    )
-    serve.serve(serve.create_app(searcher, limits, texts), args.host, args.port)
+    def load() -> serve.FastAPI:
+        searcher, texts = serve.open_searcher(
+            args.index, checkpoint=args.checkpoint, collection=args.collection, scorer_options=args.scorer_options
+        )
+        return serve.create_app(searcher, limits, texts)
+
+    serve.serve(load, args.host, args.port)
     return 0
 
 

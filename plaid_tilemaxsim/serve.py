@@ -2,13 +2,14 @@
 
     POST /search        {"query": "text", "k": 10} or {"queries": ["text", ...]}; "pids": [...] scores exactly these
                         passages instead of searching; "text": true adds the passages themselves
-    GET  /health        200 while searches succeed, else 503
+    GET  /health        200 while searches succeed, else 503; also, with "status": "loading", before the index is loaded
     GET  /metrics       Prometheus
     GET  /openapi.json  the same in OpenAPI's words
 
-JSON in and out. One thread owns the index and the encoder; requests wait for it in a queue of limited length. What is
-wrong with a request is said in {"error": "..."}: 4xx where it can be mended, 503 with Retry-After where the queue is
-full. There is no authentication: whoever reaches the port can search.
+JSON in and out. The port is taken first; until the index is loaded, every request is answered 503. One thread owns the
+index and the encoder; requests wait for it in a queue of limited length. What is wrong with a request is said in
+{"error": "..."}: 4xx where it can be mended, 503 with Retry-After where the queue is full. There is no authentication:
+whoever reaches the port can search.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ try:
     )
     from starlette.exceptions import HTTPException
     from starlette.requests import ClientDisconnect
+    from starlette.routing import Router
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 except ImportError as error:
     raise ImportError(f"{error.name} is not installed here; pip install 'plaid-tilemaxsim[serve]'") from None
@@ -424,27 +426,99 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self._timer = self.loop.call_later(IDLE_SECONDS, self._check)
 
 
-def serve(app: FastAPI, host: str, port: int, *, shutdown_seconds: float = 30.0) -> None:
-    """Serves until SIGTERM or SIGINT; then answers what it has accepted, for at most ``shutdown_seconds``.
+class Deferred:
+    """ASGI: the app that ``load`` makes, in a thread, and until it is there 503 for every request.
 
-    port 0 takes a free one. Prints the address. Raises OSError where it cannot be had.
+    done: called in the event loop's thread, with None once the app answers, or with what ``load`` raised.
     """
+
+    def __init__(self, load: Callable[[], FastAPI], done: Callable[[Exception | None], None]) -> None:
+        self._load = load
+        self._done = done
+        self._app: FastAPI | None = None
+        self._router = Router(lifespan=self._lifespan)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await self._router(scope, receive, send)
+        elif self._app is not None:
+            await self._app(scope, receive, send)
+        else:
+            content = {"status": "loading", "error": "the index is being loaded", "version": __version__}
+            await _json(503, content, {"Retry-After": str(RETRY_AFTER_SECONDS)})(scope, receive, send)
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Any) -> AsyncIterator[None]:
+        async with contextlib.AsyncExitStack() as running:
+
+            async def start() -> None:
+                try:
+                    app = await asyncio.to_thread(self._load)
+                    await running.enter_async_context(app.router.lifespan_context(app))
+                except Exception as error:  # noqa: BLE001 (whoever waits gets it)
+                    self._done(error)
+                else:
+                    self._app = app
+                    self._done(None)
+
+            starting = asyncio.create_task(start())
+            yield
+            await starting
+
+
+class _Server(uvicorn.Server):
+    """A signal that comes before it is ready ends the process at once: loading cannot be broken off."""
+
+    ready = False
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        if not self.ready:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        super().handle_exit(sig, frame)
+
+
+def serve(load: Callable[[], FastAPI], host: str, port: int, *, shutdown_seconds: float = 30.0) -> None:
+    """Serves the app that ``load`` makes until SIGTERM or SIGINT; then answers what it has accepted, for at most
+    ``shutdown_seconds``. Of the main thread.
+
+    port 0 takes a free one. Prints the address once the app answers; before, whoever asks is answered 503. Raises
+    OSError where the address cannot be had, before it loads, and what ``load`` raises.
+    """
+    failed: list[Exception] = []
+
+    def done(error: Exception | None) -> None:
+        if error is not None:
+            failed.append(error)
+            server.should_exit = True
+            return
+        server.ready = True
+        print(at, flush=True)
+
     config = uvicorn.Config(
-        app, http=Connection, log_level="warning", access_log=False, server_header=False,
+        Deferred(load, done), http=Connection, ws="none", log_level="warning", access_log=False, server_header=False,
         timeout_graceful_shutdown=math.ceil(shutdown_seconds),
     )  # fmt: skip
+    server = _Server(config)
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     # With the protocol named, asyncio sends small parts at once (TCP_NODELAY); without, answers wait for an ACK: 40 ms.
     with socket.socket(family, kind, protocol) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
+        try:
+            listener.bind(address)
+            listener.listen(2048)
+        except OSError as error:
+            raise OSError(f"port: expected one that can be had on {host}, got {port} ({error.strerror})") from None
         host, port = listener.getsockname()[:2]
-        print(f"http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+        at = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         # uvicorn raises the signal that ended it once more when it is done.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
-        server = uvicorn.Server(config)
-        server.run(sockets=[listener])
-        if not server.started:
-            raise RuntimeError("the server did not start; its log says why")
+        before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            server.run(sockets=[listener])
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    if failed:
+        raise failed[0]
+    if not server.started:
+        raise RuntimeError("the server did not start; its log says why")

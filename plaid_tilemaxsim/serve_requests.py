@@ -24,6 +24,7 @@ class Limits:
     max_queue: int = _limit(1024, "queries that may wait; a request beyond that is answered 503")
     max_k: int = _limit(1000, "results of a query")
     max_queries: int = _limit(128, "queries of a request")
+    max_results: int = _limit(20_000, "results of a request: k times its queries")
     max_query_chars: int = _limit(4096, "characters of a query (the encoder reads its first query_maxlen tokens)")
     max_pids: int = _limit(100_000, "pids of a request, times its queries")
     max_body_bytes: int = _limit(1 << 20, "bytes of a request's body")
@@ -35,6 +36,8 @@ class Limits:
                 raise ValueError(f"{name}: expected at least {least}, got {value}")
         if self.max_wait_ms > MOST_WAIT_MS:
             raise ValueError(f"max_wait_ms: expected at most {MOST_WAIT_MS:g}, got {self.max_wait_ms}")
+        if self.max_k > self.max_results:
+            raise ValueError(f"max_k: expected at most max_results = {self.max_results}, got {self.max_k}")
         if self.max_queries > self.max_queue:
             raise ValueError(f"max_queries: expected at most max_queue = {self.max_queue}, got {self.max_queries}")
 
@@ -85,6 +88,10 @@ def parse(body: bytes, limits: Limits, num_passages: int, has_texts: bool) -> Se
     k, pids, with_text = given.get("k", min(10, limits.max_k)), given.get("pids"), given.get("text", False)
     if not _is_integer(k) or not 1 <= k <= limits.max_k:
         raise _unexpected("k", f"an integer in 1 .. {limits.max_k}", k)
+    if k * len(texts) > limits.max_results:
+        most = limits.max_results // len(texts)
+        expected = f"at most {most} for {len(texts)} queries, by max_results = {limits.max_results}"
+        raise _unexpected("k", expected, k)
     if pids is not None:
         most = limits.max_pids // len(texts)
         if not isinstance(pids, list) or len(pids) > most:

@@ -31,7 +31,9 @@ from scripts import bench_serve
 from tests.colbert_fixtures import PASSAGES, checkpoint, collection, index  # noqa: F401
 
 TOLERANCE = bench_serve.TOLERANCE["cpu"]
-SMALL = Limits(max_k=200, max_queries=4, max_query_chars=100, max_pids=350, max_body_bytes=10_000, max_queue=6)
+SMALL = Limits(
+    max_k=200, max_queries=4, max_results=300, max_query_chars=100, max_pids=350, max_body_bytes=10_000, max_queue=6
+)
 
 
 def call(address, method="POST", path="/search", body=None, headers=None, timeout=60):
@@ -87,6 +89,7 @@ class TestParse:
             (b'{"query": "a", "k": 0}', 422, "k: expected an integer in 1 .. 200, got 0"),
             (b'{"query": "a", "k": 201}', 422, "k: expected an integer in 1 .. 200, got 201"),
             (b'{"query": "a", "k": 2.0}', 422, "got 2.0"),
+            (b'{"queries": ["a", "a"], "k": 151}', 422, "at most 150 for 2 queries, by max_results = 300, got 151"),
             (b'{"query": "a", "k": NaN}', 422, "got nan"),
             (b'{"query": "a", "k": true}', 422, "got True"),
             (b'{"query": "a", "k": null}', 422, "got None"),
@@ -142,8 +145,10 @@ class TestParse:
             {"max_wait_ms": math.nan},
             {"max_wait_ms": math.inf},
             {"max_queue": 5},
+            {"max_results": 999},
         ):
-            with pytest.raises(ValueError, match=f"{next(iter(wrong))}|max_queries: expected at most max_queue = 5"):
+            said = "max_queries: expected at most max_queue = 5|max_k: expected at most max_results = 999"
+            with pytest.raises(ValueError, match=f"{next(iter(wrong))}|{said}"):
                 Limits(**wrong)
 
 
@@ -475,6 +480,51 @@ class TestApp:
         assert {"200", "400", "413", "415", "422", "503"} <= set(described["responses"])
 
 
+class TestDeferred:
+    """What a server answers before its index is loaded."""
+
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_503_until_it_is_loaded(self, fails):
+        go, told = threading.Event(), queue.Queue()
+        inside = []
+
+        @contextlib.asynccontextmanager
+        async def lifespan(app):
+            inside.append("began")
+            yield
+            inside.append("ended")
+
+        def load():
+            assert go.wait(30)
+            if fails:
+                raise ValueError("no index")
+            app = serve.FastAPI(lifespan=lifespan)
+            app.get("/health")(lambda: "ok")
+            return app
+
+        with running(serve.Deferred(load, told.put)) as address:
+            for method, path in (("GET", "/health"), ("POST", "/search"), ("GET", "/nowhere")):
+                status, headers, answer = call(address, method, path, body=b"")
+                assert (status, answer["status"], headers["Retry-After"]) == (503, "loading", "1")
+            go.set()
+            error = told.get(timeout=30)
+            assert str(error) == ("no index" if fails else "None")
+            assert call(address, "GET", "/health")[0] == (503 if fails else 200)
+        assert inside == ([] if fails else ["began", "ended"])
+
+    def test_a_signal_ends_it_at_once(self):
+        code = "import threading, time\nfrom plaid_tilemaxsim import serve\n"
+        code += "def load():\n    print('loading', flush=True)\n    time.sleep(300)\n"
+        code += "serve.serve(load, '127.0.0.1', 0)\n"
+        for number in (signal.SIGTERM, signal.SIGINT):
+            process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+            assert process.stdout.readline() == "loading\n"
+            process.send_signal(number)
+            assert process.wait(30) == -number
+            assert process.stdout.read() == ""
+            process.stdout.close()
+
+
 class TestCommand:
     def test_load_meets_the_script_s_checks(self, index, checkpoint, tmp_path):  # noqa: F811
         out = tmp_path / "serve.json"
@@ -526,7 +576,10 @@ class TestCommand:
                 ([str(index), "--collection", "a.jsonl"], "collection: expected a .tsv file"),
                 ([str(index), "--collection", str(tmp_path / "no.tsv")], "no.tsv"),
                 ([str(index), "--scorer-options", '{"moed": 1}'], "scorer_options: expected names"),
-                ([str(index), "--port", port], "Address already in use"),
+                (
+                    ["nowhere", "--port", port],
+                    f"expected one that can be had on 127.0.0.1, got {port} (Address already",
+                ),
                 ([str(index), "--max-wait-ms", "inf"], "max_wait_ms: expected at most 60000, got inf"),
             ):
                 assert cli.main(["serve", *arguments]) == 2

@@ -211,7 +211,11 @@ def searched(monkeypatch):
     found = set()
 
     def noted(method):
-        return lambda engine, *args, **kwargs: found.add(engine) or method(engine, *args, **kwargs)
+        def wrapped(engine, *args, **kwargs):
+            found.add(engine)
+            return method(engine, *args, **kwargs)
+
+        return wrapped
 
     for name in ("search", "survivors"):
         monkeypatch.setattr(SearchEngine, name, noted(getattr(SearchEngine, name)))

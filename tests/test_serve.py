@@ -485,8 +485,9 @@ class TestDeferred:
 
     @pytest.mark.parametrize("fails", [False, True])
     def test_503_until_it_is_loaded(self, fails):
-        go, told = threading.Event(), queue.Queue()
-        inside = []
+        go = threading.Event()
+        told: queue.Queue[Exception | None] = queue.Queue()
+        inside: list[str] = []
 
         @contextlib.asynccontextmanager
         async def lifespan(app):

@@ -1,12 +1,14 @@
 """colbert-ai's IndexUpdater itself, beside scorers that hold the same index."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from plaid_tilemaxsim import TileMaxSimScorer
 from plaid_tilemaxsim.index.files import read_index
+from plaid_tilemaxsim.index.placement import describe
 from plaid_tilemaxsim.index.pq import read_pq, write_pq
 from tests.colbert_fixtures import checkpoint, collection, enabled, index, stock_extensions  # noqa: F401
 
@@ -48,6 +50,11 @@ def updater(searcher, checkpoint=None):  # noqa: F811
     from colbert import IndexUpdater
 
     return IndexUpdater(searcher.config, searcher, checkpoint and str(checkpoint))
+
+
+@pytest.fixture
+def planless(path):
+    (path / "plan.json").unlink()
 
 
 def found(searcher, Q, k=10):
@@ -132,3 +139,27 @@ def test_a_pq_sidecar_of_before_is_refused(searcher, path):
         found(searcher, Q)
     write_pq(read_index(path), 16, sample=600, progress=False)
     assert before[0] not in found(searcher, Q)
+
+
+def test_what_needs_plan_json(planless, path, searcher, other, tmp_path):
+    """Neither loading, searching nor updating, of stock's; coalesce.py does, as `inspect` says."""
+    from colbert.utils import coalesce
+
+    Q = searcher.encode("baro tena kuri")
+    (best, *_) = found(searcher, Q)
+    searcher.configure(scorer="plaid")
+    assert best in found(searcher, Q)
+    update = updater(searcher)
+    update.remove([best])
+    update.persist_to_disk()
+    assert best not in found(searcher, Q)
+    searcher.configure(scorer="tilemaxsim")
+    assert other.refresh()
+    assert best not in other.rank(searcher.config, Q)[0]
+    assert not (path / "plan.json").exists()
+    with pytest.raises(FileNotFoundError, match=r"plan\.json"):
+        coalesce.main(SimpleNamespace(input=str(path), output=str(tmp_path / "out")))
+    text, problems = describe(path, "full")
+    assert "plan.json" in text
+    assert "coalesce.py" in text
+    assert not problems

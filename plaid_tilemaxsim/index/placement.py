@@ -218,7 +218,8 @@ def describe(path: Path | str, verify: Verify = "structure") -> tuple[str, list[
     else:
         rows.append(("checked", "every byte"))
     if not (index.path / "plan.json").is_file():
-        rows.append(("plan.json", "none: search needs none, colbert-ai's coalesce.py does"))
+        others = 'colbert-ai\'s coalesce.py does, and indexing with overwrite="resume" plans anew'
+        rows.append(("plan.json", f"none: searches and IndexUpdater need none; {others}"))
     rows += [("PQ sidecar", line) for line in sidecars]
     rows += [(f"plan {name}", str(plan_for(index, name)).partition(": ")[2]) for name in ("gpu", "host")]
     if torch.cuda.is_available():

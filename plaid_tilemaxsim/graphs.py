@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -21,13 +22,25 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection, in no thread: one that met the graph of a lost engine would end the recording's process."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@contextlib.contextmanager
 def recording(device: torch.device, pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
     """The graph of the work inside, which must have run once before.
 
     Graphs of one pool share memory: one replay at a time, and none recorded into it after an error. RuntimeError for
     work that waits for the device.
     """
-    with _recording, torch.cuda.device(device):
+    with _recording, _no_collection(), torch.cuda.device(device):
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()

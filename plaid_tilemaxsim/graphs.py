@@ -23,7 +23,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection, in no thread: one that met the graph of a lost engine would end the recording's process."""
+    """No garbage collection in any thread: one that met the graph of a lost engine would end the process."""
     collects = gc.isenabled()
     gc.disable()
     try:

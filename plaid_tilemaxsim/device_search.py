@@ -422,7 +422,7 @@ class DeviceSearch:
                 assert count is not None
                 clamp_pids(pids, count, self.index.num_passages, clamped, flag)
                 cs = stages.centroids(q, threshold=None, ncells=None)
-                return stages.exact(q, cs, Pids(clamped, count))
+                return stages.exact(q, cs, Pids(clamped, count), False)
             if kind == "generate":
                 short = q if params.query_maxlen is None else q[: params.query_maxlen]
                 return stages.candidates(

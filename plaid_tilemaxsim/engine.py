@@ -303,7 +303,7 @@ class SearchEngine:
         if self._device_search is not None:
             return self._device_search.score(Q, pids)
         cs = self._stages.centroids(Q, threshold=None, ncells=None)
-        return self._stages.exact(Q, cs, Pids(pids))
+        return self._stages.exact(Q, cs, Pids(pids), False)
 
     def _run(self, Q: Tensor, params: SearchParams, watch: Watch | None, **source: Any) -> tuple[Tensor, Tensor]:
         """The funnel in torch."""

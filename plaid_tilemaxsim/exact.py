@@ -34,8 +34,11 @@ class ExactScorer(Protocol):
     scratch_bytes: int  # of those buffers
     waits: bool  # whether the host waits for the device, so that no CUDA graph can hold a search
 
-    def scores(self, Q: Tensor, cs: api.CentroidScores, pids: Pids, out: Tensor) -> None:
-        """MaxSim of Q fp32 [LQ, DIM] with ``pids``, into the first of out fp32 [cap]; cs are the scores of all of Q."""
+    def scores(self, Q: Tensor, cs: api.CentroidScores, pids: Pids, precise: bool, out: Tensor) -> None:
+        """MaxSim of Q fp32 [LQ, DIM] with ``pids``, into the first of out fp32 [cap]; cs are the scores of all of Q.
+
+        precise: of stock's own data on a GPU, in fp32 throughout; all else has one precision.
+        """
 
     def query(self, Q: Tensor) -> Tensor:
         """Q fp32 [LQ, DIM] as ``embeddings`` want it."""
@@ -83,9 +86,15 @@ class ResidualScorer(_Stored):
         super().__init__(index)
         self.impl = impl
 
-    def scores(self, Q: Tensor, cs: api.CentroidScores, pids: Pids, out: Tensor) -> None:
+    def scores(self, Q: Tensor, cs: api.CentroidScores, pids: Pids, precise: bool, out: Tensor) -> None:
         index = self.index
         assert isinstance(index.residuals, Tensor)
+        if precise and self.impl == "triton":
+            api.residual_maxsim_fp32(
+                Q, index.centroids, index.codes, index.residuals, index.bucket_weights, index.nbits, index.offsets,
+                pids.pids, out, pids.count, impl="triton",
+            )  # fmt: skip
+            return
         assert index.inv_norms is not None
         api.residual_maxsim(
             Q, cs, index.codes, index.residuals, index.inv_norms, index.inv_norm_lo, index.inv_norm_step,
@@ -106,7 +115,7 @@ class DiskScorer(_Stored):
         self._host_offsets = index.offsets.cpu()
         self._staged: Tensor | None = None
 
-    def scores(self, Q: Tensor, cs: api.CentroidScores, pids: Pids, out: Tensor) -> None:
+    def scores(self, Q: Tensor, cs: api.CentroidScores, pids: Pids, precise: bool, out: Tensor) -> None:
         index = self.index
         assert isinstance(index.residuals, MappedRows)
         assert index.inv_norms is not None
@@ -116,11 +125,16 @@ class DiskScorer(_Stored):
         for part in _pieces(ends - begins, PIECE_TOKENS):
             rows, offsets = _rows(begins[part], ends[part])
             residuals = index.residuals.ranges(begins[part], ends[part], self._stage(rows.numel()))
-            rows = rows.to(index.device)
+            rows, offsets, residuals = (x.to(index.device) for x in (rows, offsets, residuals))
+            if precise:
+                out[part] = api.residual_maxsim_fp32(
+                    Q, index.centroids, index.codes[rows], residuals, index.bucket_weights, index.nbits, offsets,
+                    impl="triton",
+                )  # fmt: skip
+                continue
             out[part] = api.residual_maxsim(
-                Q, cs, index.codes[rows], residuals.to(index.device), _taken(index.inv_norms, rows),
-                index.inv_norm_lo, index.inv_norm_step, index.bucket_weights, index.nbits,
-                offsets.to(index.device), impl="triton",
+                Q, cs, index.codes[rows], residuals, _taken(index.inv_norms, rows), index.inv_norm_lo,
+                index.inv_norm_step, index.bucket_weights, index.nbits, offsets, impl="triton",
             )  # fmt: skip
 
     def _stage(self, tokens: int) -> Tensor:
@@ -141,7 +155,7 @@ class DenseScorer(_Stored):
         assert index.embeddings is not None
         self._embeddings, self.impl = index.embeddings, impl
 
-    def scores(self, Q: Tensor, cs: api.CentroidScores, pids: Pids, out: Tensor) -> None:
+    def scores(self, Q: Tensor, cs: api.CentroidScores, pids: Pids, precise: bool, out: Tensor) -> None:
         api.dense_maxsim(
             Q.to(self._embeddings.dtype), self._embeddings, offsets=self.index.offsets, pids=pids.pids, out=out,
             count=pids.count, impl=self.impl,
@@ -170,7 +184,7 @@ class DenseRounds(_Stored):
         self._left = torch.zeros(1, dtype=torch.int32, device=device)
         self.scratch_bytes = self._buffer.nbytes + self._lengths.nbytes
 
-    def scores(self, Q: Tensor, cs: api.CentroidScores, pids: Pids, out: Tensor) -> None:
+    def scores(self, Q: Tensor, cs: api.CentroidScores, pids: Pids, precise: bool, out: Tensor) -> None:
         from plaid_tilemaxsim.ops import decompress_kernel
 
         index = self.index
@@ -199,7 +213,7 @@ class DensePieces(_Stored):
         super().__init__(index)
         self._table = cpu.byte_table(index.nbits, index.bucket_weights)
 
-    def scores(self, Q: Tensor, cs: api.CentroidScores, pids: Pids, out: Tensor) -> None:
+    def scores(self, Q: Tensor, cs: api.CentroidScores, pids: Pids, precise: bool, out: Tensor) -> None:
         index = self.index
         assert isinstance(index.residuals, Tensor)
         listed = torch.arange(out.numel()) if pids.pids is None else pids.pids.long()
@@ -222,7 +236,7 @@ class PQScorer:
         self.index, self.impl = index, impl
         self._codes, self._codebook = index.pq_codes, index.pq_codebook
 
-    def scores(self, Q: Tensor, cs: api.CentroidScores, pids: Pids, out: Tensor) -> None:
+    def scores(self, Q: Tensor, cs: api.CentroidScores, pids: Pids, precise: bool, out: Tensor) -> None:
         api.pq_maxsim(
             self._rotated(Q),
             self._codes,

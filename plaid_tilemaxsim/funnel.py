@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from plaid_tilemaxsim.exact import ExactScorer
 
 MODES = ("plaid", "rerank", "exhaustive")
+# Survivors of mode "plaid" that are scored in fp32 throughout at most, so that near ties are ranked as stock ranks them
+# on a CPU: stock's own number for k = 4096. More are scored by the fast kernel, since for so many fp32 arithmetic takes
+# longer than all steps before.
+MOST_PRECISE = 4096
 STAGES = ("centroids", "candidates", "prune", "exact", "topk")
 
 
@@ -48,6 +52,11 @@ class SearchParams:
     query_maxlen: int | None = None
     mode: str = "plaid"
     prefilter: int | None = None
+
+    @property
+    def precise(self) -> bool:
+        """Whether survivors of pruning are scored in fp32. Of parameters alone, so that shards decide alike."""
+        return self.mode == "plaid" and self.ndocs // 4 <= MOST_PRECISE
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -110,9 +119,12 @@ class Stages(Protocol):
 
     def select(self, pids: Pids, scores: Tensor, keep: int) -> tuple[Pids, Tensor]: ...
 
-    def exact(self, Q: Tensor, cs: Any, pids: Pids) -> Tensor: ...
+    def exact(self, Q: Tensor, cs: Any, pids: Pids, precise: bool) -> Tensor:
+        """precise: in fp32 throughout, where the codec has that."""
 
-    def exact_of_plausible(self, Q: Tensor, cs: Any, pids: Pids, first: Tensor, second: Tensor, keep: int) -> Tensor:
+    def exact_of_plausible(
+        self, Q: Tensor, cs: Any, pids: Pids, precise: bool, first: Tensor, second: Tensor, keep: int
+    ) -> Tensor:
         """``exact``, and anything for what cuts by ``first`` and then to ``keep`` by ``second`` cannot leave."""
 
     def topk(self, pids: Pids, scores: Tensor, k: int | None) -> Ranking: ...
@@ -151,7 +163,7 @@ def run_funnel(
         with stage("prune"):
             pids = stages.prune(cs, pids, params.prefilter, thresholded=False)
     with stage("exact"):
-        scores = stages.exact(Q, cs, pids)
+        scores = stages.exact(Q, cs, pids, prunes and params.precise)
     with stage("topk"):
         ranking = stages.topk(pids, scores, params.k)
     ranking.candidates = generated
@@ -174,10 +186,11 @@ def run_shard(
     if plaid:
         pids, first = stages.select(pids, stages.approximate(cs_short, pids, thresholded=True), params.ndocs)
         second = stages.approximate(cs_short, pids, thresholded=False).clone()
-        return pids, [first, second, stages.exact_of_plausible(Q, cs, pids, first, second, params.ndocs // 4)]
+        keep = params.ndocs // 4
+        return pids, [first, second, stages.exact_of_plausible(Q, cs, pids, params.precise, first, second, keep)]
     assert params.prefilter is not None
     pids, second = stages.select(pids, stages.approximate(cs, pids, thresholded=False), params.prefilter)
-    return pids, [second, stages.exact(Q, cs, pids)]
+    return pids, [second, stages.exact(Q, cs, pids, False)]
 
 
 def _centroid_scores(

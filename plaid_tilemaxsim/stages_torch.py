@@ -45,15 +45,15 @@ class TorchStages:
         chosen, best = cpu.select_top(scores, self._listed(pids), keep)
         return Pids(chosen), best
 
-    def exact(self, Q: Tensor, cs: api.CentroidScores, pids: Pids) -> Tensor:
+    def exact(self, Q: Tensor, cs: api.CentroidScores, pids: Pids, precise: bool) -> Tensor:
         scores = torch.empty(self.index.num_passages if pids.pids is None else pids.pids.numel())
-        self.exact_scorer.scores(Q, cs, pids, scores)
+        self.exact_scorer.scores(Q, cs, pids, precise, scores)
         return scores
 
     def exact_of_plausible(
-        self, Q: Tensor, cs: api.CentroidScores, pids: Pids, first: Tensor, second: Tensor, keep: int
+        self, Q: Tensor, cs: api.CentroidScores, pids: Pids, precise: bool, first: Tensor, second: Tensor, keep: int
     ) -> Tensor:
-        return self.exact(Q, cs, pids)
+        return self.exact(Q, cs, pids, precise)
 
     def topk(self, pids: Pids, scores: Tensor, k: int | None) -> Ranking:
         return Ranking(*cpu.topk(scores, self._listed(pids), scores.numel() if k is None else k))

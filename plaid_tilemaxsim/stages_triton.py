@@ -65,24 +65,24 @@ class TritonStages:
             return Pids(best.pids, best.count), best.scores
         return self._select(pids, scores, keep)
 
-    def exact(self, Q: Tensor, cs: api.CentroidScores, pids: Pids) -> Tensor:
+    def exact(self, Q: Tensor, cs: api.CentroidScores, pids: Pids, precise: bool) -> Tensor:
         scores = self._scores_for(pids)
-        self.exact_scorer.scores(Q, cs, pids, scores)
+        self.exact_scorer.scores(Q, cs, pids, precise, scores)
         return scores
 
     def exact_of_plausible(
-        self, Q: Tensor, cs: api.CentroidScores, pids: Pids, first: Tensor, second: Tensor, keep: int
+        self, Q: Tensor, cs: api.CentroidScores, pids: Pids, precise: bool, first: Tensor, second: Tensor, keep: int
     ) -> Tensor:
         n = first.numel()
         # In GPU memory reading them all takes less time than finding out.
         if self.index.placement not in ("host", "disk") or n > merge_kernel.LIMIT or keep >= n:
-            return self.exact(Q, cs, pids)
+            return self.exact(Q, cs, pids, precise)
         assert pids.pids is not None
         assert pids.count is not None
         flags = merge_kernel.plausible(first, second, pids.pids, pids.count, keep)
         order = torch.sort(flags, descending=True, stable=True).indices
         some = Pids(pids.pids[order], flags.sum(dtype=torch.int32).view(1))
-        scores = torch.empty_like(first).index_copy_(0, order, self.exact(Q, cs, some))
+        scores = torch.empty_like(first).index_copy_(0, order, self.exact(Q, cs, some, precise))
         return scores.masked_fill_(flags == 0, -torch.inf)
 
     def topk(self, pids: Pids, scores: Tensor, k: int | None) -> Ranking:

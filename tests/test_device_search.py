@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from plaid_tilemaxsim.engine import SearchEngine, SearchParams, with_defaults
+from plaid_tilemaxsim.funnel import MOST_PRECISE
 from plaid_tilemaxsim.index.files import read_index
 from plaid_tilemaxsim.index.resident import load_resident
 from tests.synthetic import make_index
@@ -12,6 +13,7 @@ pytestmark = pytest.mark.gpu
 
 MODES = [
     SearchParams(k=10, ncells=2, threshold=0.3, ndocs=256),
+    SearchParams(k=10, ncells=2, threshold=0.3, ndocs=4 * MOST_PRECISE + 4),
     SearchParams(k=100, ncells=4, mode="rerank"),
     SearchParams(k=100, mode="exhaustive"),
     SearchParams(k=10, mode="exhaustive", prefilter=300),
@@ -66,12 +68,13 @@ def compilations() -> dict[str, int]:
         pids_kernel,
         rank_kernel,
         residual_fast_kernel,
+        residual_fp32_kernel,
         residual_kernel,
         select_kernel,
     )
 
     modules = (candidates_kernel, centroid_kernel, centroid_scores_kernel, pids_kernel, rank_kernel,
-               residual_fast_kernel, residual_kernel, select_kernel)  # fmt: skip
+               residual_fast_kernel, residual_fp32_kernel, residual_kernel, select_kernel)  # fmt: skip
     kernels = {
         f"{module.__name__}.{name}": f
         for module in modules

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plaid_tilemaxsim import exact
 from plaid_tilemaxsim.engine import SearchEngine, with_defaults
-from plaid_tilemaxsim.funnel import SearchParams
+from plaid_tilemaxsim.funnel import MOST_PRECISE, Pids, SearchParams, run_funnel, run_shard
 from plaid_tilemaxsim.index.files import PlaidIndex, read_index
 from plaid_tilemaxsim.index.mapped import MappedRows
 from plaid_tilemaxsim.index.resident import load_resident
@@ -19,6 +19,8 @@ from tests.synthetic import make_index
 # |ours - exact| at 32 unit query tokens. Kernels: half a step of the 16-bit centroid table (1.5e-5) and fp16 rounding
 # of weights and query (about 1e-5 a token) each times 32 at worst; torch: fp32 sums of a few hundred terms.
 BUDGET = {"triton": 2e-3, "torch": 2e-5}
+# Mode "plaid": see ragged.fp32_tolerance, for scores of up to 32.
+PLAID_BUDGET = 4e-5
 
 # Triton's interpreter takes milliseconds for every program; a GPU can have the shapes that it will meet.
 ON_GPU = torch.cuda.is_available()
@@ -74,13 +76,14 @@ def case(request, tmp_path_factory, device):
     return open_case(tmp_path_factory.mktemp("index"), request.param, 2)
 
 
-def check_scores(case: Case, Q: Tensor, found: tuple[Tensor, Tensor]) -> None:
+def check_scores(case: Case, Q: Tensor, found: tuple[Tensor, Tensor], budget: float | None = None) -> None:
     pids, scores = found
+    budget = BUDGET[case.engine.impl] if budget is None else budget
     true = case.exact(Q)[pids.long()]
-    assert (true - scores).abs().max() <= BUDGET[case.engine.impl]
+    assert (true - scores).abs().max() <= budget
     assert (scores.diff() <= 0).all()
     if len(scores) > 3:  # the same scores in another order are wrong
-        assert (true - scores.roll(1)).abs().max() > BUDGET[case.engine.impl]
+        assert (true - scores.roll(1)).abs().max() > budget
 
 
 @pytest.mark.parametrize("ncells", [1, 3])
@@ -94,7 +97,8 @@ def test_candidates_are_the_union_of_the_probed_lists(case, ncells, lq):
 def test_other_widths_of_residuals(nbits, tmp_path, device):
     case = open_case(tmp_path, "triton", nbits)
     Q = case.queries(1)[0]
-    check_scores(case, Q, case.engine.search(Q, SearchParams(k=20, ncells=2, threshold=0.3, ndocs=64)))
+    found = case.engine.search(Q, SearchParams(k=20, ncells=2, threshold=0.3, ndocs=64))
+    check_scores(case, Q, found, PLAID_BUDGET)
 
 
 @pytest.mark.parametrize("piece", [1 << 20, 100])
@@ -107,6 +111,7 @@ def test_residuals_left_in_the_files(piece, tmp_path, device, monkeypatch):
     Q = held.queries(1)[0]
     for params in (
         SearchParams(k=20, ncells=2, threshold=0.3, ndocs=64),
+        SearchParams(k=20, ncells=2, threshold=0.3, ndocs=4 * MOST_PRECISE + 4),
         SearchParams(k=None, mode="rerank"),
         SearchParams(k=9, mode="exhaustive"),
     ):
@@ -137,7 +142,7 @@ def test_plaid_keeps_what_two_prunings_keep(case, threshold, ndocs):
     compared = 0
     for Q in case.queries(4):
         pids, scores = case.engine.search(Q, SearchParams(k=None, ncells=2, threshold=threshold, ndocs=ndocs))
-        check_scores(case, Q, (pids, scores))
+        check_scores(case, Q, (pids, scores), PLAID_BUDGET)
         kept, clear = case.candidates(Q, 2).long(), True
         for limit, cut in ((threshold, ndocs), (None, ndocs // 4)):
             approximate = case.approximate(Q, limit)[kept]
@@ -149,6 +154,38 @@ def test_plaid_keeps_what_two_prunings_keep(case, threshold, ndocs):
             compared += 1
             assert torch.equal(pids.sort().values.long(), kept)
     assert compared >= 2
+
+
+def test_survivors_of_plaid_are_scored_in_fp32(case):
+    """By the parameters alone: not by how many candidates there are, nor by who generates them."""
+    asked = []
+
+    class Asked:
+        """The stages, and what their exact step is asked for."""
+
+        def __getattr__(self, name):
+            return getattr(case.engine._stages, name)
+
+        def exact(self, Q, cs, pids, precise):
+            asked.append(precise)
+            return case.engine._stages.exact(Q, cs, pids, precise)
+
+        def exact_of_plausible(self, Q, cs, pids, precise, *columns):
+            asked.append(precise)
+            return case.engine._stages.exact_of_plausible(Q, cs, pids, precise, *columns)
+
+    Q = case.queries(1)[0].to(case.engine.device)
+    some = Pids(torch.arange(0, N, 2, dtype=torch.int32, device=case.engine.device))
+    few, most, more = (SearchParams(k=9, ndocs=n) for n in (4, 4 * MOST_PRECISE + 3, 4 * MOST_PRECISE + 4))
+    wide = [dataclasses.replace(few, mode=mode, prefilter=p) for mode, p in (("rerank", None), ("exhaustive", 40))]
+    for params, precise in ((few, True), (most, True), (more, False), *((params, False) for params in wide)):
+        for source in ({}, {"candidates": some}, {"given": some}):
+            run_funnel(Asked(), Q, params, **source)
+            assert asked.pop() == (precise and "given" not in source)
+        if params.mode != "rerank":
+            run_shard(Asked(), Q, params)
+            assert asked.pop() == precise
+    assert not asked
 
 
 def test_two_pass_exhaustive_keeps_the_best_by_centroids(case):
@@ -229,7 +266,7 @@ def test_more_query_tokens_than_take_part_in_pruning(case):
     pids, scores = case.engine.search(Q, short)
     first = case.engine.search(Q[:LQ], short)[0]
     assert torch.equal(pids.sort().values, first.sort().values)
-    assert (case.exact(Q)[pids.long()] - scores).abs().max() <= BUDGET[case.engine.impl] * (LQ + 8) / LQ
+    assert (case.exact(Q)[pids.long()] - scores).abs().max() <= PLAID_BUDGET * (LQ + 8) / LQ
 
 
 def test_threads_get_what_a_single_caller_gets(case):

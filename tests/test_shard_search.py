@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from plaid_tilemaxsim.engine import SearchEngine
-from plaid_tilemaxsim.funnel import SearchParams
+from plaid_tilemaxsim.funnel import MOST_PRECISE, SearchParams
 from plaid_tilemaxsim.index.files import PlaidIndex, read_index
 from plaid_tilemaxsim.index.lists import build_pid_lists
 from plaid_tilemaxsim.index.resident import load_resident
@@ -21,6 +21,7 @@ PARAMS = [
     SearchParams(k=10, ndocs=32, **PLAID),
     SearchParams(k=None, ndocs=60, **PLAID),
     SearchParams(k=1000, ndocs=4096, **PLAID),
+    SearchParams(k=1000, ndocs=4 * MOST_PRECISE + 4, **PLAID),
     SearchParams(k=10, mode="rerank", **PLAID),
     SearchParams(k=10, mode="exhaustive"),
     SearchParams(k=10, mode="exhaustive", prefilter=30),

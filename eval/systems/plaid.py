@@ -17,7 +17,18 @@ from torch import Tensor
 import plaid_tilemaxsim
 from plaid_tilemaxsim import compat
 
-from .base import OTHERS, OURS_CPU, OURS_DENSE_GPU, OURS_GPU, STOCK_CPU, STOCK_GPU, Knobs, Tolerance, Whole
+from .base import (
+    OTHERS,
+    OURS_CPU,
+    OURS_DENSE_GPU,
+    OURS_GPU,
+    OURS_GPU_PLAID,
+    STOCK_CPU,
+    STOCK_GPU,
+    Knobs,
+    Tolerance,
+    Whole,
+)
 
 
 class Session:
@@ -136,7 +147,9 @@ def tolerance_of(options: dict[str, Any], gpu: bool) -> Tolerance:
         return OTHERS  # other vectors than the index's own
     if not gpu:
         return OURS_CPU
-    return OURS_DENSE_GPU if codec == "dense" else OURS_GPU
+    if codec == "dense":
+        return OURS_DENSE_GPU
+    return OURS_GPU_PLAID if options.get("mode", "plaid") == "plaid" else OURS_GPU
 
 
 class TileMaxSim(Plaid):

@@ -1,9 +1,10 @@
-"""Centroid scores and centroid-only MaxSim on this GPU over block choices: checked, then timed. One table.
+"""Centroid scores, centroid-only MaxSim and short lists in fp32 over block choices: checked, then timed. One table.
 
 Passages as in bench_residual.py (lognormal lengths, mean 67.7; 2**18 centroids; 2 bits). "% of read" is of the
 bandwidth of a streaming read in the same run; codes count 4 bytes a token, table rows stay in L2 and count none.
 
     python scripts/bench_ops.py [--only centroid] [--passages 1500000] [--json out.json]
+    python scripts/bench_ops.py --only residual_fp32 --passages 300000       # milliseconds of one list
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from plaid_tilemaxsim.ops import api, tuning
 from scripts.kernels import bench as kernels
 from scripts.kernels.check import Check, Verdict, sample
-from scripts.kernels.clock import times
+from scripts.kernels.clock import Clock, times
+from scripts.kernels.compressed import LISTED, LISTS, Fp32Lists
 from scripts.kernels.data import Data, make
 
 
@@ -40,24 +42,33 @@ class Bench:
         self.read = kernels.Bench(torch.device("cuda"), kernels.Sizes()).measure_read()["gb_s"]
 
     def add(
-        self, name: str, run: Callable[[], Tensor], check: Callable[[Tensor], Verdict], nbytes: int, n: int
+        self,
+        name: str,
+        run: Callable[[], object],
+        check: Callable[[Any], Verdict],
+        nbytes: int,
+        n: int,
+        *,
+        parts: int = 1,
+        flush: Callable[[], object] | None = None,
     ) -> None:
-        """``n`` things (tokens, passages or centroids) and ``nbytes`` of device memory a run."""
+        """``n`` things (tokens, passages or centroids) and ``nbytes`` of device memory a run, of which times are given
+        for one of ``parts``; flush: run before each."""
         if self.only not in name:
             return
         verdict = check(run())
         if not verdict.correct:
             print(f"{name}: {verdict.reason}, not timed", flush=True)
             return
-        ms = times(run, self.repeats)
+        ms = [one / parts for one in times(run, self.repeats, flush)]
         median = statistics.median(ms)
         row = {
             "name": name,
             "ms": round(median, 4),
             "p20": round(ms[len(ms) // 5], 4),
             "p80": round(ms[-1 - len(ms) // 5], 4),
-            "g_per_s": round(n / median / 1e6, 3),
-            "pct_of_read": round(100 * nbytes / median / 1e6 / self.read, 1),
+            "g_per_s": round(n / parts / median / 1e6, 3),
+            "pct_of_read": round(100 * nbytes / parts / median / 1e6 / self.read, 1),
         }
         self.rows.append(row)
         print(" ".join(f"{v}" for v in row.values()), flush=True)
@@ -118,6 +129,32 @@ def bench_centroid_maxsim(bench: Bench, data: Data) -> None:
     tuning.centroid_blocks = default
 
 
+def bench_residual_fp32(bench: Bench, data: Data) -> None:
+    """Lists as searches of mode plaid have them; the L2 is emptied before each run."""
+    if bench.only and "residual_fp32" not in bench.only and bench.only not in "residual_fp32":
+        return
+    width = 4 + data.residuals.size(1) + 2 * data.Q.size(1)
+    flush = Clock(data.codes.device).flush
+    every = [Fp32Lists(data, n) for n in LISTED]
+    default = tuning.residual_fp32_blocks
+    # BLOCK_N, BLOCK_D, warps, stages
+    choices = [(64, 64, warps, stages) for warps in (4, 8) for stages in (1, 2)]
+    choices += [(64, 128, 4, 1), (64, 128, 8, 1), (32, 32, 4, 1), (32, 32, 8, 1), (16, 64, 4, 1)]
+    for BLOCK_N, BLOCK_D, warps, stages in choices:
+        for n, lists in zip(LISTED, every, strict=True):
+            for programs in (1, 2, 3) if n > 132 else (2,):
+                blocks = tuning.ResidualFp32Blocks(BLOCK_N, 32, BLOCK_D, warps, stages, programs)
+                tuning.residual_fp32_blocks = lambda *_, blocks=blocks: blocks
+
+                def check(_: object, lists: Fp32Lists = lists) -> Verdict:
+                    return lists.check(lists.out.flatten())
+
+                name = f"residual_fp32/{n} BN {BLOCK_N} BD {BLOCK_D} warps {warps} stages {stages} programs {programs}"
+                run, tokens = lists.recorded(), lists.tokens
+                bench.add(name, run, check, tokens * width, tokens, parts=LISTS, flush=flush)
+    tuning.residual_fp32_blocks = default
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="only rows whose name contains this")
@@ -127,6 +164,7 @@ def main() -> None:
     args = parser.parse_args()
     bench = Bench(args.only, args.repeats)
     data = make(2, 128, 32, args.passages, 1 << 18)
+    bench_residual_fp32(bench, data)
     bench_centroid_scores(bench, data)
     bench_centroid_maxsim(bench, data)
     name = torch.cuda.get_device_name()

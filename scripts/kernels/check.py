@@ -94,6 +94,15 @@ def residual_budget(data: Data) -> float:
     return 4 * len(data.Q) ** 0.5 * per_token * largest + 1e-5
 
 
+def residual_fp32_budget(LQ: int, DIM: int, want: Tensor) -> float:
+    """Of unit vectors and scores ``want``. Relative to a score: the tensor core adds 8 products a step and truncates to
+    2**-23 of what it has so far, half of the similarity on average; norm, division and the sum over LQ a few 2**-24.
+    And six deviations of the parts of q and v that three TF32 products leave out.
+    """
+    largest = want[want.isfinite()].abs().max().item()
+    return largest * (DIM / 8 + 8 + math.log2(LQ)) * U24 + 6 * (3 * LQ / DIM) ** 0.5 * 2.0**-22
+
+
 def centroid_budget(data: Data) -> float:
     """Half a step of the table and the table's own error for every query token; the kernel adds integers."""
     return len(data.Q) * (data.cs.scale.item() / 2 + 2.5e-6)

@@ -16,7 +16,7 @@ from plaid_tilemaxsim.ops import api, reference
 
 from . import peers
 from .bench import Bench, Shape
-from .check import Check, batch_budget, centroid_budget, pq_budget, residual_budget, sample
+from .check import Check, batch_budget, centroid_budget, pq_budget, residual_budget, residual_fp32_budget, sample
 from .data import Data, unit_rows
 
 LQ, DIM = 32, 128
@@ -24,6 +24,8 @@ QUERIES = 8  # that share a decode
 KEPT = 0.2  # share of the centroids above the threshold in the thresholded row
 MS = (8, 16, 32)
 RESULTS = 100
+# Passages that a search of mode plaid scores in fp32, at k = 10, 100 and 1000; and lists of them in one run.
+LISTED, LISTS = (64, 256, 1024), 16
 # Most passages of a peer that multiplies 32-bit offsets, or is slow.
 LIK_LIMIT, LIK_PADDED_LIMIT, TORCH_LIMIT = 200_000, 100_000, 50_000
 
@@ -85,8 +87,60 @@ def run_several(bench: Bench, data: Data) -> None:
     bench.ours(several, run, verdict, checked=sampled, queries=QUERIES)
 
 
+class Fp32Lists:
+    """LISTS lists of n passages each, scored in fp32 one after the other, in one CUDA graph as a search launches it."""
+
+    def __init__(self, data: Data, n: int) -> None:
+        N, device = data.offsets.numel() - 1, data.codes.device
+        g = torch.Generator(device).manual_seed(n)
+        self.pids = torch.randint(N, (LISTS, n), generator=g, device=device).sort().values.int()
+        self.out = torch.full((LISTS, n), math.nan, device=device)
+        self.tokens = int(data.offsets.diff()[self.pids.long()].sum())
+        LQ, DIM = data.Q.shape
+        want = data.expected(self.pids.flatten())
+        self.check = Check(want, None, residual_fp32_budget(LQ, DIM, want))
+        self._data = data
+
+    def launch(self) -> None:
+        data = self._data
+        for pids, out in zip(self.pids, self.out, strict=True):
+            api.residual_maxsim_fp32(
+                data.Q, data.centroids, data.codes, data.residuals, data.weights, data.nbits, data.offsets, pids, out,
+                impl="triton",
+            )  # fmt: skip
+
+    def recorded(self) -> Callable[[], object]:
+        """A replay of the launches, with the blocks that are chosen now."""
+        self.out.fill_(math.nan)
+        self.launch()  # compiles
+        if not self.out.is_cuda:
+            return self.launch
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.launch()
+        return graph.replay
+
+
+def run_fp32(bench: Bench, data: Data) -> None:
+    """The few passages that decide a ranking; a token's centroid counts as read, from the L2 cache at best."""
+    width = 4 + data.residuals.size(1) + 2 * data.Q.size(1)
+    for n in LISTED:
+        lists = Fp32Lists(data, min(n, data.offsets.numel() - 1))
+        run = lists.recorded()
+
+        def checked(lists: Fp32Lists = lists, run: Callable[[], object] = run) -> Tensor:
+            run()
+            return lists.out.flatten()
+
+        shape = Shape("residual", f"fp32, {n} passages", len(data.Q), data.Q.size(1), f"{data.nbits} bits",
+                      lists.pids.numel(), lists.tokens, lists.tokens * width)  # fmt: skip
+        bench.ours(shape, run, lists.check, checked=checked, lists=LISTS)
+
+
 def run_residual(bench: Bench) -> None:
     n = bench.sizes.residual
+    if bench.wants("fp32"):
+        run_fp32(bench, bench.residual_data(2, n))
     for nbits in (2, 1, 4):
         if not bench.wants(f"{nbits} bits"):
             continue
@@ -265,7 +319,7 @@ def run_exhaustive(bench: Bench) -> None:
 
 
 CASES: dict[str, tuple[str, ...]] = {
-    "residual": ("2 bits", "1 bits", "4 bits"),
+    "residual": ("fp32", "2 bits", "1 bits", "4 bits"),
     "centroid": ("scores", "every token", "thresholded"),
     "pq": tuple(f"m{M}" for M in MS),
     "exhaustive": ("exhaustive",),

@@ -196,7 +196,7 @@ def sweeps(result: dict[str, Any]) -> str:
             tail = [number(row["ms"]), f"{row['pct_of_read']:.1f}", number(row["gtok_s"]),
                     "" if beside is None else f"{row['mdocs_s'] / beside['mdocs_s']:.2f}x"]  # fmt: skip
         tokens = f"{row['tokens'] / row['passages']:.0f}"
-        values = row["dtype"] + (", tf32" if row["kernel"].endswith("tf32") else "")
+        values = ", ".join([row["dtype"], *row["kernel"].split(", ")[1:]])
         rows.append([row["group"].removeprefix("sweep "), str(row["LQ"]), tokens, str(row["DIM"]), values,
                      f"{row['passages']:,}", *tail])  # fmt: skip
     header = ["sweep", "LQ", "tokens", "DIM", "values", "passages", "ms", "% of read", "Gtok/s", "over the paper's"]

@@ -9,7 +9,7 @@ from typing import Any
 from eval.cache import read_json, write_json
 
 from .bench import OURS
-from .compressed import MS, QUERIES
+from .compressed import LISTED, LISTS, MS, QUERIES
 from .dense import DIMS, FULL_FP32
 from .peers import NOT_RUN, PAPER
 
@@ -79,6 +79,8 @@ def figures(rows: Iterable[Row]) -> dict[str, float]:
         put(f"residual{nbits}_gtok", of, "gtok_s", "residual", f"{nbits} bits")
     put("residual2_over_best_peer", over_best_peer, "residual", "2 bits")
     put("residual2_q8_speedup", speedup, "residual", "2 bits, from the query", f"2 bits, {QUERIES} queries")
+    for n in LISTED:
+        put(f"residual_fp32_us_{n}", lambda n=n: 1e3 / LISTS * ours("residual", f"fp32, {n} passages")["ms"])
     put("centroid_gtok", of, "gtok_s", "centroid", "every token")
     put("centroid_thresholded_gtok", of, "gtok_s", "centroid", "thresholded")
     put("centroid_over_best_peer", over_best_peer, "centroid", "every token")

@@ -37,7 +37,7 @@ def run(bench: Bench) -> None:
         for dtype in ("fp16", "bf16", "fp32"):
             size = dense.DTYPES[dtype].itemsize
             for DIM in DIMS:
-                precisions = ("ieee", "tf32") if dtype == "fp32" else ("ieee",)
+                precisions = ("tf32x3", "tf32", "ieee") if dtype == "fp32" else ("ieee",)
                 dense.padded(
                     bench, f"dim {DIM} {dtype}", dtype, DIM, passages(128, DIM, size), group="sweep dim",
                     precisions=precisions, everywhere=False,

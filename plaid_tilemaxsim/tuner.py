@@ -194,6 +194,25 @@ def residual(data: Data, LQ: int, DIM: int, nbits: int) -> Case:
     return Case("residual" if fast else "residual_portable", shape, run, sample, want, tolerance)
 
 
+def residual_fp32(data: Data, LQ: int, DIM: int, nbits: int) -> Case:
+    """As few passages as a search leaves for it, spread over the index."""
+    Q, centroids = data.unit(LQ, DIM), data.unit(data.size.centroids, DIM).half()
+    codes, residuals, _, _, _, weights, offsets = data.compressed(centroids, nbits)
+    pids = data.spread(len(offsets) - 1).int()
+    out = torch.empty(len(pids), device=data.device)
+
+    def run() -> Tensor:
+        out.fill_(math.nan)
+        return api.residual_maxsim_fp32(
+            Q, centroids, codes, residuals, weights, nbits, offsets, pids, out, impl="triton"
+        )
+
+    want = reference.residual_maxsim(Q, codes, residuals, centroids, weights, nbits, offsets, pids)
+    # api.residual_maxsim_fp32: a tensor core truncates each of DIM / 8 additions to 2**-23 of a sum
+    tolerance = LQ * (DIM / 8 + 16) * 2.0**-24
+    return Case("residual_fp32", {"DIM": DIM, "LQ": LQ}, run, data.spread(len(pids)), want, tolerance)
+
+
 def residual_batch(data: Data, NQ: int, LQ: int, DIM: int, nbits: int) -> Case:
     Q, centroids = data.unit(NQ, LQ, DIM), data.unit(data.size.centroids, DIM).half()
     codes, residuals, stored, lo, step, weights, offsets = data.compressed(centroids, nbits)
@@ -254,6 +273,7 @@ def cases(data: Data, quick: bool) -> Iterator[tuple[str, Callable[[], Case]]]:
     yield "centroid", partial(centroid, data, 32)
     for nbits in (2, 1, 4):
         yield residuals(32, 128, nbits)
+    yield "residual_fp32", partial(residual_fp32, data, 32, 128, 2)
     yield dense_case(32, 128)
     yield dense_case(32, 128, fixed=128)
     if tuning.pq_is_fast(arch, 16, 128):
@@ -273,6 +293,8 @@ def cases(data: Data, quick: bool) -> Iterator[tuple[str, Callable[[], Case]]]:
     for LQ in (64, 128):
         yield dense_case(LQ, 128)
     yield residuals(32, 128, 8)
+    for LQ, DIM in ((16, 128), (64, 128), (32, 96), (32, 384), (32, 768)):
+        yield "residual_fp32", partial(residual_fp32, data, LQ, DIM, 2)
     for DIM in (64, 256, 384, 768):
         yield dense_case(32, DIM)
         yield dense_case(32, DIM, fixed=128)

@@ -104,6 +104,7 @@ def test_candidates_that_do_not_fit_the_chip_are_passed_over(few, device):
         lambda data: tuner.dense(data, 5, 32, fixed=24),
         lambda data: tuner.residual(data, 5, 32, 2),
         lambda data: tuner.residual_batch(data, 2, 5, 32, 2),
+        lambda data: tuner.residual_fp32(data, 5, 32, 2),
     ],
 )
 def test_cases_know_right_from_wrong(make, device):

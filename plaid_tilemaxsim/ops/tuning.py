@@ -170,19 +170,20 @@ class ResidualFp32Blocks:
     programs_per_sm: int
 
 
-@tunable("residual_fp32", BLOCK_N=(16, 32, 64), num_warps=(4, 8), num_stages=(1, 2), programs_per_sm=(1, 2, 3, 4))
+@tunable("residual_fp32", BLOCK_N=(16, 32, 64), num_warps=(4, 8), num_stages=(1, 2, 3), programs_per_sm=(1, 2, 3, 4))
 def residual_fp32_blocks(arch: int, DIM: int, LQ: int) -> ResidualFp32Blocks:
     """``residual_fp32_kernel``. Never by the number of passages: tiles order sums, and bits must not depend on that.
 
     wgmma (sm_90) takes 64 rows and reads both parts of the query from shared memory; elsewhere fragments of these fill
-    registers, and wider tiles spill. So do more columns everywhere.
+    registers, and wider tiles spill. So do more columns everywhere. Three stages are the fewest of which the loads of a
+    whole row of 128 are on their way together.
     """
     return ResidualFp32Blocks(
         BLOCK_N=64 if arch >= 90 else 32,
         BLOCK_Q=min(32, max(16, 1 << (LQ - 1).bit_length())),
         BLOCK_D=dim_block(DIM, 64 if arch >= 90 else 32),
         num_warps=4,
-        num_stages=2 if arch >= 90 else 1,
+        num_stages=3 if arch >= 90 else 1,
         programs_per_sm=2,
     )
 

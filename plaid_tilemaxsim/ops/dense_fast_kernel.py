@@ -6,8 +6,8 @@ Wide rows and short passages starve a kernel that stages tiles in shared memory:
 at every passage. Here a warp walks 16 or 32 tokens at a time across passages, with the next chunk of up to 256 bytes a
 row already on its way. The order of K inside a dot product is free, so lane ``4 g + t`` takes bytes ``64 j + 16 t ..``
 of rows g, g + 8, ...: 16-byte loads, of which a quad covers 64 consecutive bytes, are the operands of ``mma`` as they
-land, in fp16 and bf16 (two values a register, k16) and in fp32 as TF32 (one value, k8) alike. Q is permuted to match;
-what exceeds the registers is read from L1.
+land, in fp16 and bf16 (two values a register, k16) and in fp32 as TF32 (one value, k8) alike. Q is permuted to match:
+by the kernel where it is two values a word and stays in registers, else before; what exceeds them is read from L1.
 
 fp32 comes in three precisions. "tf32": both factors rounded to TF32. "tf32x3": x = hi + lo with hi the upper bits, and
 hi hi + hi lo + lo hi. "fp16x3" does the same with two fp16 numbers, in half as many ``mma``; an embedding's lo is exact
@@ -17,6 +17,7 @@ accumulates: in both it starts a chunk's sum from zero, which is added in fp32 p
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -36,6 +37,7 @@ from .warp_tiles import (
     next_passage,
     pid_at,
     reduction,
+    share_of,
     sum_of_maxima,
     token_range,
 )
@@ -180,47 +182,71 @@ def _load_chunk(
     return words
 
 
-@triton.jit(do_not_specialize=["num_pids", "ND"])
+@triton.jit
+def _query_fragments(q_ptr, row, t, LQ, WORDS: tl.constexpr, NT: tl.constexpr):
+    """Of Q [LQ, WORDS words of two values] the B fragments of its first 8 NT tokens; zero past LQ."""
+    q = ()
+    base = q_ptr.to(tl.int64) + t.to(tl.int64) * 16
+    for s in tl.static_range(WORDS // 16):
+        # 16 bytes of a row are both registers of a column tile for two steps
+        first, second = (), ()
+        for n in tl.static_range(NT):
+            token = row // 2 * 2 * NT + 2 * n + row % 2
+            four = load(base + s * 64, tl.minimum(token, LQ - 1), WORDS * 4, "v4.b32", 4)
+            wanted = token < LQ
+            first += (tl.where(wanted, four[0], 0), tl.where(wanted, four[1], 0))  # type: ignore[assignment]
+            second += (tl.where(wanted, four[2], 0), tl.where(wanted, four[3], 0))  # type: ignore[assignment]
+        q = q + first + second
+    return q
+
+
+@triton.jit(do_not_specialize=["num_pids", "ND", "programs", "late", "LQ"])
 def _dense_maxsim_kernel(
-    q_ptr, scale_ptr, D_ptr, offsets_ptr, pids_ptr, count_ptr, out_ptr, num_pids, ND,
+    q_ptr, scale_ptr, D_ptr, offsets_ptr, pids_ptr, count_ptr, out_ptr, num_pids, ND, programs, late, LQ,
     ASM: tl.constexpr, CONSTRAINTS: tl.constexpr, OUTPUTS: tl.constexpr,
     REDUCE_ASM: tl.constexpr, REDUCE_CONSTRAINTS: tl.constexpr, NT: tl.constexpr, ROWS: tl.constexpr,
     WORDS: tl.constexpr, CHUNKS: tl.constexpr, Q_REGISTERS: tl.constexpr, Q_BYTES: tl.constexpr,
     LAYOUT: tl.constexpr, HAS_PIDS: tl.constexpr, HAS_COUNT: tl.constexpr, ADD: tl.constexpr, GROUP: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr, DIRECT: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     n = num_pids
     if HAS_COUNT:
         n = tl.minimum(tl.load(count_ptr), num_pids)
-    step = tl.num_programs(0)
+    step, end = tl.num_programs(0), n
     lane = tl.arange(0, 32)
     row, t = lane // 4, lane % 4
     zero = tl.zeros([32], dtype=tl.int32)
     q_address = (q_ptr + lane * 4).to(tl.int64)
     q = ()
-    for k in tl.static_range(0, Q_REGISTERS, 4):
-        q = q + load(q_address, zero + k * 32, 4, "v4.b32", 4)
+    if not DIRECT:
+        for k in tl.static_range(0, Q_REGISTERS, 4):
+            q = q + load(q_address, zero + k * 32, 4, "v4.b32", 4)
     nothing = (zero + -8388608,) * (2 * NT)  # the bits of -inf
     base = D_ptr.to(tl.int64) + t.to(tl.int64) * 16
     TOKENS: tl.constexpr = 16 * ROWS
     ROW_BYTES: tl.constexpr = WORDS * CHUNKS * 4
 
     # The walk: tile x is computed, y comes next; passage a after y's, b after a. Its start is first_tile written out:
-    # with the call, triton 3.9's ptxas takes fewer registers for fp16x3 at DIM 80, and spills.
+    # with the call, triton 3.9's ptxas takes fewer registers for fp16x3 at DIM 80, and spills. So it does at DIM 768
+    # where another argument comes between num_pids and ND, or this is the one dealing.
     i_y = tl.program_id(0) * GROUP
+    if PART:
+        i_y, step, end = share_of(n, programs, late, PART, GROUP)
     i_a = next_passage(i_y, step, GROUP)
     i_b = next_passage(i_a, step, GROUP)
-    pid_b = pid_at(pids_ptr, i_b, n, HAS_PIDS)
-    start_y, left_y = token_range(offsets_ptr, pid_at(pids_ptr, i_y, n, HAS_PIDS), ND, LAYOUT)
-    start_a, left_a = token_range(offsets_ptr, pid_at(pids_ptr, i_a, n, HAS_PIDS), ND, LAYOUT)
+    pid_b = pid_at(pids_ptr, i_b, end, HAS_PIDS)
+    start_y, left_y = token_range(offsets_ptr, pid_at(pids_ptr, i_y, end, HAS_PIDS), ND, LAYOUT)
+    start_a, left_a = token_range(offsets_ptr, pid_at(pids_ptr, i_a, end, HAS_PIDS), ND, LAYOUT)
+    if DIRECT:  # after the walk, whose loads wait for each other
+        q = _query_fragments(q_ptr, row, t, LQ, WORDS, NT)
     i_x, start_x, left_x = i_y, start_y, left_y
     words = _load_chunk(base, start_x, left_x, row, 0, ROWS, WORDS, ROW_BYTES)
     i_y, start_y, left_y, i_a, start_a, left_a, i_b, pid_b = advance(
-        i_y, start_y, left_y, i_a, start_a, left_a, i_b, pid_b, offsets_ptr, pids_ptr, n, step, ND, HAS_PIDS, GROUP,
+        i_y, start_y, left_y, i_a, start_a, left_a, i_b, pid_b, offsets_ptr, pids_ptr, end, step, ND, HAS_PIDS, GROUP,
         TOKENS, LAYOUT,
     )  # fmt: skip
     maxima = nothing
-    while i_x < n:
+    while i_x < end:
         sums = ()
         for c in tl.static_range(CHUNKS):
             if c + 1 < CHUNKS:
@@ -246,13 +272,13 @@ def _dense_maxsim_kernel(
                 score *= tl.load(scale_ptr)
             score = tl.where(left_x <= 0, float("-inf"), score)
             if ADD:
-                score += tl.load(out_ptr + i_x, mask=i_x < n, other=0.0)
-            tl.store(out_ptr + i_x, score, mask=i_x < n)
+                score += tl.load(out_ptr + i_x, mask=i_x < end, other=0.0)
+            tl.store(out_ptr + i_x, score, mask=i_x < end)
             maxima = nothing
         i_x, start_x, left_x = i_y, start_y, left_y
         i_y, start_y, left_y, i_a, start_a, left_a, i_b, pid_b = advance(
-            i_y, start_y, left_y, i_a, start_a, left_a, i_b, pid_b, offsets_ptr, pids_ptr, n, step, ND, HAS_PIDS, GROUP,
-            TOKENS, LAYOUT,
+            i_y, start_y, left_y, i_a, start_a, left_a, i_b, pid_b, offsets_ptr, pids_ptr, end, step, ND, HAS_PIDS,
+            GROUP, TOKENS, LAYOUT,
         )  # fmt: skip
 
 
@@ -321,7 +347,7 @@ def dense_maxsim(
     precision: str,
 ) -> None:
     """See :func:`.api.dense_maxsim`; Q ``[NQ, LQ, DIM]``, D not empty, writes ``out`` fp32 ``[NQ, n]``."""
-    NQ, _, DIM = Q.shape
+    NQ, LQ, DIM = Q.shape
     n = out.size(1)
     if n == 0:
         return
@@ -330,24 +356,32 @@ def dense_maxsim(
     layout = "packed" if offsets is not None else "fixed" if lengths is None else "padded"
     launch = tuning.dense_fast_blocks(tuning.arch(D.device), kind, words, layout == "fixed")
     chunks = words // launch.words
-    prepared, factor = prepare(Q, kind)
-    blocks = prepared.size(0) // NQ
-    per_chunk = prepared.size(1) // 32 // chunks
+    per_chunk = launch.words * (2 if kind == "tf32x3" else 1) * NT // 4
     q_registers = per_chunk if chunks == 1 and per_chunk <= launch.q_registers else 0
+    direct = q_registers > 0 and kind in ("fp16", "bf16")
+    blocks, factor = triton.cdiv(LQ, TOKENS), None
+    if direct:
+        Q = Q if Q.data_ptr() % 16 == 0 else Q.clone()
+    else:
+        prepared, factor = prepare(Q, kind)
     pieces = [piece(kind, launch.words, launch.rows, q_registers, c == 0, c == chunks - 1) for c in range(chunks)]
     programs, group = dealt(launch.programs_per_sm, launch.group, pids, n, D.device)
+    late, part = tuning.late_share(n, programs, layout == "fixed")
     reduce_asm, reduce_constraints = reduction(NT, "max.f32")
-    for block in range(NQ * blocks):
-        _dense_maxsim_kernel[(programs,)](
-            prepared[block],
+    for query, block in itertools.product(range(NQ), range(blocks)):
+        _dense_maxsim_kernel[(programs + late,)](
+            Q[query, block * TOKENS :] if direct else prepared[query * blocks + block],
             factor,
             D,
             lengths if offsets is None else offsets,
             pids,
             count,
-            out[block // blocks],
+            out[query],
             n,
             D.size(1) if offsets is None else 0,
+            programs,
+            late,
+            LQ - block * TOKENS,
             ASM=tuple(p.asm for p in pieces),
             CONSTRAINTS=tuple(p.constraints for p in pieces),
             OUTPUTS=launch.rows * NT * 4,
@@ -362,9 +396,11 @@ def dense_maxsim(
             LAYOUT=layout,
             HAS_PIDS=pids is not None,
             HAS_COUNT=count is not None,
-            ADD=block % blocks > 0,
+            ADD=block > 0,
             GROUP=group,
             SCALED=factor is not None,
+            DIRECT=direct,
+            PART=part,
             maxnreg=launch.maxnreg,
             num_warps=1,
         )

@@ -3,8 +3,8 @@
     score(q, p) = sum_i max_{t in p} <Q[q, i], D[t]>
 
 Every embedding is read once for a block of query columns, which may hold several queries: column c is token c % LQP of
-query c // LQP. Persistent programs load their columns of Q once and walk the passages program_id, + num_programs, ...;
-the loads of the next tiles are in flight while one is multiplied. DIM is cut into BLOCK_D pieces that divide it (3 x 32
+query c // LQP. Persistent programs load their columns of Q once and walk their share of the passages; the loads of the
+next tiles are in flight while one is multiplied. DIM is cut into BLOCK_D pieces that divide it (3 x 32
 for 96, 3 x 128 for 384), all of one row in one tile. Tokens past the end are masked to -inf, so a similarity below
 zero counts. Products of fp16 and bf16 are exact in fp32 and accumulate there; fp32 by ``precision``.
 """
@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import tuning
+from .warp_tiles import share_of
 
 
 @triton.jit
@@ -73,25 +74,28 @@ def write_scores(
     tl.store(at, sums, mask=query < NQ)
 
 
-@triton.jit(do_not_specialize=["n", "ND", "NQ", "LQ"])
+@triton.jit(do_not_specialize=["n", "programs", "late", "ND", "NQ", "LQ"])
 def _dense_maxsim_kernel(
     Q_ptr, D_ptr, lengths_ptr, offsets_ptr, pids_ptr, count_ptr, out_ptr,
-    n, ND, NQ, LQ, query_stride,
+    n, programs, late, ND, NQ, LQ, query_stride,
     DIM: tl.constexpr, LQP: tl.constexpr, PADDED: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_PIDS: tl.constexpr,
     HAS_COUNT: tl.constexpr, HAS_BASE: tl.constexpr, FULL: tl.constexpr, ONE_TILE: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
-    PIECES: tl.constexpr, STAGES: tl.constexpr,
+    PIECES: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     last = n
     if HAS_COUNT:
         last = tl.minimum(tl.load(count_ptr), n)
+    first, step, end = tl.program_id(0), tl.num_programs(0), last
+    if PART:
+        first, step, end = share_of(last, programs, late, PART, GROUP)
     qs = ()
     for k in tl.static_range(PIECES):
         piece = query_block(Q_ptr, k * BLOCK_D, NQ, LQ, query_stride, DIM, LQP, BLOCK_Q, BLOCK_D)
         qs = qs + (piece,)  # type: ignore[assignment]  # noqa: RUF005 (triton knows no unpacking)
     if ONE_TILE:
         # padded, ND <= BLOCK_N: the loads run ahead from passage to passage
-        for i in tl.range(tl.program_id(0), last, tl.num_programs(0), num_stages=STAGES):
+        for i in tl.range(first, end, step, num_stages=STAGES):
             length = ND
             if HAS_LENGTHS:
                 length = tl.minimum(tl.load(lengths_ptr + i).to(tl.int32), ND)
@@ -101,10 +105,13 @@ def _dense_maxsim_kernel(
     elif PADDED and not HAS_LENGTHS:
         # padded, all of one length: one loop over the tiles of all passages, so that loads run ahead likewise
         TILES = tl.cdiv(ND, BLOCK_N)
-        mine = tl.cdiv(last - tl.program_id(0), tl.num_programs(0))
+        rest = tl.maximum(end - first, 0)
+        rounds = rest // (step * GROUP)
+        mine = rounds * GROUP + tl.minimum(rest - rounds * step * GROUP, GROUP)
         best = tl.full([BLOCK_Q], float("-inf"), dtype=tl.float32)
         for j in tl.range(0, mine * TILES, num_stages=STAGES):
-            i = tl.program_id(0) + j // TILES * tl.num_programs(0)
+            mth = j // TILES
+            i = first + mth // GROUP * GROUP * step + mth % GROUP
             t = j % TILES * BLOCK_N
             start = tl.cast(i, tl.int64) * ND
             tile = _tile_best(D_ptr, qs, start, t, ND, DIM, FULL, PRECISION, BLOCK_N, BLOCK_Q, BLOCK_D, PIECES)
@@ -112,7 +119,7 @@ def _dense_maxsim_kernel(
             if t + BLOCK_N >= ND:
                 write_scores(best, out_ptr, i, n, NQ, LQ, HAS_BASE, LQP, BLOCK_Q)
     else:
-        for i in range(tl.program_id(0), last, tl.num_programs(0)):
+        for i in range(first, end, step):
             pid = tl.cast(i, tl.int64)
             if PADDED:
                 start = pid * ND
@@ -155,11 +162,12 @@ def dense_maxsim(
     arch = tuning.arch(D.device)
     blocks = tuning.dense_blocks(arch, D.element_size(), DIM, LQ, NQ, fixed_length, precision)
     LQP, queries = blocks.LQP, blocks.BLOCK_Q // blocks.LQP
-    grid = (min(n, blocks.programs_per_sm * tuning.num_sms(D.device)),)
+    programs = min(n, blocks.programs_per_sm * tuning.num_sms(D.device))
+    late, part = tuning.late_share(n, programs, fixed_length is not None)
     for query in range(0, NQ, queries):
         # long queries: one launch a block of their tokens, each adding to what the one before left in `out`
         for token in range(0, LQ, LQP):
-            _dense_maxsim_kernel[grid](
+            _dense_maxsim_kernel[(programs + late,)](
                 Q[query, token:],
                 D,
                 lengths,
@@ -168,6 +176,8 @@ def dense_maxsim(
                 count,
                 out[query:],
                 n,
+                programs,
+                late,
                 ND,
                 NQ - query,
                 LQ - token,
@@ -180,13 +190,15 @@ def dense_maxsim(
                 HAS_COUNT=count is not None,
                 HAS_BASE=token > 0,
                 FULL=padded and lengths is None and ND % blocks.BLOCK_N == 0,
-                ONE_TILE=padded and ND <= blocks.BLOCK_N,
+                ONE_TILE=padded and ND <= blocks.BLOCK_N and (lengths is not None or late == 0),
                 PRECISION=precision,
                 BLOCK_N=blocks.BLOCK_N,
                 BLOCK_Q=blocks.BLOCK_Q,
                 BLOCK_D=blocks.BLOCK_D,
                 PIECES=triton.cdiv(DIM, blocks.BLOCK_D),
                 STAGES=blocks.num_stages,
+                GROUP=4 if fixed_length is not None and late else 1,
+                PART=part,
                 num_warps=blocks.num_warps,
                 num_stages=blocks.num_stages,
             )

@@ -69,6 +69,18 @@ def dim_block(DIM: int, largest: int) -> int:
     return block if DIM % block == 0 else min(32, largest)
 
 
+def late_share(n: int, programs: int, fixed: bool) -> tuple[int, int]:
+    """(late, part): the last 1 / part of n passages goes, in equal runs, to ``late`` programs beyond the resident ones.
+
+    (0, 0): none. The ``programs`` resident ones share the rest. The hardware starts a late one wherever another has
+    ended, which evens out what equal counts leave uneven: the lengths of passages or, where these are ``fixed``, how
+    fast multiprocessors are. Starting costs about what reading a passage does, so runs have several, longer ones where
+    there would be too many programs, and lists on which a run would exceed the unevenness have none.
+    """
+    part, run, least = (20, 4, 128) if fixed else (10, 8, 32)
+    return (min(8 * programs, n // (part * run)), part) if n >= least * programs else (0, 0)
+
+
 @dataclass(frozen=True)
 class CentroidScoresBlocks:
     BLOCK_C: int
@@ -300,13 +312,13 @@ def dense_fast_blocks(arch: int, kind: str, words: int, fixed: bool) -> DenseFas
     if kind in ("fp16", "bf16") and words <= 32:
         rows, maxnreg, programs = 2, 128, 16
     elif kind in ("fp16", "bf16") and words <= 64:
-        rows, maxnreg, programs, group = 2, 255, 8, 2
+        rows, maxnreg, programs, group = 2, 255, 8, 8
     elif kind == "fp16x3" and words <= 256:  # wider ones spill
         chunk, maxnreg, programs = next(w for w in range(128, 0, -16) if words % w == 0), 255, 8
     elif kind in ("tf32x3", "fp16x3"):
         maxnreg, programs = None, 16
     elif fixed:
-        maxnreg, programs = 128, 16
+        maxnreg, programs, group = 128, 16, 1
     return DenseFastBlocks(rows, chunk, q_registers=64, group=group, maxnreg=maxnreg, programs_per_sm=programs)
 
 

@@ -187,6 +187,19 @@ def next_passage(i, step, GROUP: tl.constexpr):
 
 
 @triton.jit
+def share_of(n, programs, late, PART: tl.constexpr, GROUP: tl.constexpr):
+    """(first passage, step, end) of this program's walk over n passages, dealt as :func:`.tuning.late_share` says.
+
+    The first ``programs`` take groups of GROUP in turn, each of the ``late`` others consecutive ones (none of few).
+    """
+    run = n // (PART * late)
+    dealt = n - late * run
+    k = tl.program_id(0) - programs
+    first = tl.where(k < 0, tl.program_id(0) * GROUP, dealt + k * run)
+    return first, tl.where(k < 0, programs, 1), tl.where(k < 0, dealt, first + run)
+
+
+@triton.jit
 def pid_at(pids_ptr, i, n, HAS_PIDS: tl.constexpr):
     """Passage number i of the list, int64; past the end the last one, of an empty list passage 0."""
     pid = tl.maximum(tl.minimum(i, n - 1), 0).to(tl.int64)

@@ -189,16 +189,18 @@ def launch_batch(NQ: int, LQ: int, DIM: int, nbits: int, pids: torch.dtype | Non
 def launch_dense(NQ: int, LQ: int, DIM: int, dtype: torch.dtype, layout: str, precision: str = "tf32x3") -> None:
     """The kernel that api.dense_maxsim chooses."""
     Q = torch.zeros(NQ, LQ, DIM, dtype=dtype)
-    packed, padded = torch.zeros(1000, DIM, dtype=dtype), torch.zeros(64, 128, DIM, dtype=dtype)
-    out, offsets, lengths = torch.zeros(NQ, 64), torch.zeros(65).long(), torch.zeros(64).int()
-    pids, count = torch.zeros(64).int(), torch.zeros(1).int()
+    n = 150_000 if layout in ("full", "packed") else 64  # enough for groups and late programs, or few
+    packed, padded = torch.zeros(1000, DIM, dtype=dtype), torch.zeros(1, 128, DIM, dtype=dtype).expand(n, -1, -1)
+    out, offsets, lengths = torch.zeros(NQ, n), torch.zeros(n + 1).long(), torch.zeros(n).int()
+    pids, count = torch.zeros(n).int(), torch.zeros(1).int()
     D, arguments = {
         "full": (padded, (None, None, None, out, None)),
+        "few": (padded, (None, None, None, out, None)),
         "lengths": (padded, (lengths, None, None, out, None)),
         "packed": (packed, (None, offsets, None, out, None)),
         "pids": (packed, (None, offsets, pids, out, count)),
     }[layout]
-    fast = tuning.dense_is_fast(tuning.arch(D.device), dtype, precision, DIM, NQ * LQ, layout == "full")
+    fast = tuning.dense_is_fast(tuning.arch(D.device), dtype, precision, DIM, NQ * LQ, layout in ("full", "few"))
     (dense_fast_kernel if fast else dense_kernel).dense_maxsim(Q, D, *arguments, precision)
 
 
@@ -263,7 +265,7 @@ def launch_quick() -> None:
 
 def launch_dense_matrix() -> None:
     for DIM in (32, 40, 64, 96, 128, 256, 384, 768, 1024):
-        for layout in ("full", "lengths", "packed", "pids"):
+        for layout in ("full", "few", "lengths", "packed", "pids"):
             launch_dense(1, 32, DIM, torch.float16, layout)
         for NQ, LQ in ((1, 5), (1, 128), (1, 300), (4, 32)):
             launch_dense(NQ, LQ, DIM, torch.bfloat16, "packed")

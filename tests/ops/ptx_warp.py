@@ -327,6 +327,7 @@ class Kernel:
         results = {
             "add": lambda: s[0] + s[1], "sub": lambda: s[0] - s[1],
             "min": lambda: np.minimum(s[0], s[1]), "max": lambda: np.maximum(s[0], s[1]),
+            "div": lambda: (s[0] - np.fmod(s[0], s[1])) // s[1], "rem": lambda: np.fmod(s[0], s[1]),  # towards zero
         }  # fmt: skip
         value = results[name]()
         if "relu" in kind:

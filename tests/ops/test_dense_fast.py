@@ -68,11 +68,11 @@ def expected(data) -> Tensor:
     return reference.maxsim(data["Q"][0], D, offsets, data["pids"])
 
 
-def compiled(folder: Path, arch: int, dtype, precision, LQ, DIM, layout) -> list[dict[str, int]]:
+def compiled(folder: Path, arch: int, dtype, precision, LQ, DIM, layout, n: int = 16) -> list[dict[str, int]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.ops.dense_fast_ptx", folder, arch, str(dtype).split(".")[1], precision]
     done = subprocess.run(
-        [str(x) for x in [*command, LQ, DIM, layout]], env=environment, capture_output=True, text=True
+        [str(x) for x in [*command, LQ, DIM, layout, n]], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "resources.json").read_text())
@@ -85,6 +85,18 @@ def test_the_ptx_scores_like_the_oracle(tmp_path, dtype, precision, LQ, DIM, lay
         assert needs["spills"] == 0
         assert needs["shared_bytes"] == 0
     data = make(dtype, LQ, DIM, layout, "cpu")
+    want = expected(data)
+    out = np.full(len(want), np.nan, np.float32)
+    for block in range(-(-LQ // dense_fast_kernel.TOKENS)):
+        ptx = ptx_warp.Kernel((tmp_path / f"{min(block, 1)}.ptx").read_text())
+        launch(ptx, data, precision, out, len(want), 2, 0, block)
+    assert_scores(torch.from_numpy(out), want, tolerance(dtype, precision, LQ, DIM))
+
+
+def launch(
+    ptx: ptx_warp.Kernel, data, precision: str, out: np.ndarray, n: int, programs: int, late: int, block: int = 0
+) -> None:
+    """What the launcher passes, for n passages of the data, which the programs then score one after the other."""
     memory = ptx_warp.Memory()
 
     def placed(x: Tensor | None) -> list[int]:
@@ -92,19 +104,63 @@ def test_the_ptx_scores_like_the_oracle(tmp_path, dtype, precision, LQ, DIM, lay
             return []
         return [memory.add((x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy())]
 
-    n = len(data["D"]) if data["offsets"] is None else len(LENGTHS) if data["pids"] is None else len(data["pids"])
-    out = np.full(n, np.nan, np.float32)
-    kind = dense_fast_kernel._KINDS[dtype] if dtype != torch.float32 else precision
-    blocks, factor = dense_fast_kernel.prepare(data["Q"], kind)
-    offsets = data["offsets"] if data["offsets"] is not None else data["lengths"]
-    rest = [*placed(factor), *placed(data["D"]), *placed(offsets), *placed(data["pids"]), memory.add(out), n]
-    for block, words in enumerate(blocks):
-        kernel = ptx_warp.Kernel((tmp_path / f"{min(block, 1)}.ptx").read_text())
-        for program in range(2):
-            kernel.run(
-                memory, [*placed(words), *rest, 0 if layout in ("packed", "listed") else FIXED, 0, 0], (program, 2)
-            )
-    assert_scores(torch.from_numpy(out), expected(data), tolerance(dtype, precision, LQ, DIM))
+    Q, D, packed = data["Q"], data["D"], data["offsets"] is not None
+    LQ = Q.size(1) - block * dense_fast_kernel.TOKENS
+    kind = dense_fast_kernel._KINDS[D.dtype] if D.dtype != torch.float32 else precision
+    if kind in ("fp16", "bf16") and Q.size(2) <= 128:  # as it is
+        q, factor = Q[0, -LQ:], None
+    else:
+        blocks, factor = dense_fast_kernel.prepare(Q, kind)
+        q = blocks[block]
+    ranges = data["offsets"] if packed else data["lengths"]
+    pointers = [q, factor, D, ranges, data["pids"], data.get("count")]
+    addresses = [address for x in pointers for address in placed(x)]
+    scalars = [n, 0 if packed else FIXED, programs, late, LQ, 0, 0]
+    for program in range(programs + late):
+        ptx.run(memory, [*addresses, memory.add(out), *scalars], (program, programs + late))
+
+
+@no_gpu
+@pytest.mark.parametrize("layout", ["packed", "counted"])
+def test_the_dealing_changes_no_bit(tmp_path, layout):
+    compiled(tmp_path, 90, torch.float16, "ieee", 20, 32, layout, 150_000)  # long enough for groups
+    ptx = ptx_warp.Kernel((tmp_path / "0.ptx").read_text())
+    g = torch.Generator().manual_seed(1)
+    data = make(torch.float16, 20, 32, "packed", "cpu")
+    n = 61
+    if layout == "counted":
+        data["pids"] = torch.randint(16, (n,), generator=g, dtype=torch.int32)
+    else:
+        lengths = torch.tensor(LENGTHS)[torch.randint(16, (n,), generator=g)]
+        data["offsets"] = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+        data["D"] = normalize(torch.randn(int(lengths.sum()), 32, generator=g), dim=-1).half()
+    want = expected(data)
+    once = None
+    # passages, resident programs, late ones: runs of 6, 3 and 1, fewer passages than programs, none
+    for m, programs, late in (
+        (n, 1, 1),
+        (n, 5, 1),
+        (n, 2, 2),
+        (n - 1, 3, 6),
+        (7, 4, 2),
+        (3, 5, 1),
+        (1, 1, 3),
+        (0, 2, 1),
+    ):
+        here = dict(data)
+        if layout == "counted":
+            assert data["pids"] is not None
+            here["count"] = torch.tensor([m], dtype=torch.int32)
+            here["pids"] = torch.where(torch.arange(n) < m, data["pids"], 2**31 - 1)  # nobody may follow the rest
+        elif m == 0:
+            continue  # the launcher returns
+        out = np.full(n, np.nan, np.float32)
+        launch(ptx, here, "ieee", out, n if layout == "counted" else m, programs, late)
+        if once is None:
+            once = out
+            assert_scores(torch.from_numpy(out), want, tolerance(torch.float16, "ieee", 20, 32))
+        assert (out[:m] == once[:m]).all()
+        assert np.isnan(out[m:]).all()
 
 
 @pytest.mark.gpu

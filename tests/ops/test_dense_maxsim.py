@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from plaid_tilemaxsim.ops import api, reference
+from plaid_tilemaxsim.ops import api, reference, tuning
 from tests.ops.ragged import LENGTHS, assert_scores, poisoned
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -94,6 +94,25 @@ def test_padded_full(ND, DIM, device):
     D = normalize(torch.randn(5, ND, DIM, generator=g), dim=-1).to(device, torch.float16)
     want = (D.double() @ Q.double().T).amax(1).sum(1)
     assert_scores(api.dense_maxsim(Q, D, impl="triton"), want, tolerance(8, DIM))
+
+
+@pytest.mark.parametrize("ND", [16, 40, 128])
+@pytest.mark.parametrize(("late", "part"), [(1, 20), (2, 4), (3, 4), (9, 10)])
+def test_the_dealing_changes_no_bit(monkeypatch, ND, late, part, device):
+    """Runs of 2, 5 and 3 passages beside groups of 4, and of none; of a device's count too."""
+    g = torch.Generator().manual_seed(ND)
+    Q = normalize(torch.randn(8, 64, generator=g), dim=-1).to(device, torch.float16)
+    D = normalize(torch.randn(45, ND, 64, generator=g), dim=-1).to(device, torch.float16)
+    lengths = torch.randint(0, ND + 1, (45,), generator=g).to(device)
+    want = api.dense_maxsim(Q, D, impl="triton"), api.dense_maxsim(Q, D, lengths=lengths, impl="triton")
+    monkeypatch.setattr(tuning, "late_share", lambda n, programs, fixed: (late, part))
+    for n in (45, 3, 0):
+        count = torch.tensor([n], dtype=torch.int32, device=device)
+        for given, expected in zip((None, lengths), want, strict=True):
+            out = poisoned(45, device)
+            api.dense_maxsim(Q, D, lengths=given, out=out, count=None if n == 45 else count, impl="triton")
+            assert torch.equal(out[:n], expected[:n])
+            assert out[n:].isnan().all()
 
 
 def test_negative_similarities_are_not_clamped(device):

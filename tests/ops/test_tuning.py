@@ -76,3 +76,13 @@ def test_dense_blocks_fit(arch, DIM, itemsize, fixed_length):
 def test_the_interpreter_takes_the_choices_of_sm_90():
     assert tuning.arch(torch.device("cpu")) == 90
     assert 1 < tuning.num_sms(torch.device("cpu")) < 16
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_late_programs_start_for_long_lists_alone(fixed):
+    for programs in (1, 132, 1056):
+        assert tuning.late_share((128 if fixed else 32) * programs - 1, programs, fixed) == (0, 0)
+        for n in (128 * programs, 1000 * programs + 7, 2**31 - 1):
+            late, part = tuning.late_share(n, programs, fixed)
+            assert 0 < late <= 8 * programs
+            assert n // (part * late) >= 4  # passages of one of them

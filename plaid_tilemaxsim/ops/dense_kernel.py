@@ -163,7 +163,8 @@ def dense_maxsim(
     blocks = tuning.dense_blocks(arch, D.element_size(), DIM, LQ, NQ, fixed_length, precision)
     LQP, queries = blocks.LQP, blocks.BLOCK_Q // blocks.LQP
     programs = min(n, blocks.programs_per_sm * tuning.num_sms(D.device))
-    late, part = tuning.late_share(n, programs, fixed_length is not None)
+    # ragged lists come here for their many columns, and are bound by arithmetic
+    late, part = tuning.late_share(n, programs, True) if fixed_length is not None else (0, 0)
     for query in range(0, NQ, queries):
         # long queries: one launch a block of their tokens, each adding to what the one before left in `out`
         for token in range(0, LQ, LQP):
@@ -197,7 +198,7 @@ def dense_maxsim(
                 BLOCK_D=blocks.BLOCK_D,
                 PIECES=triton.cdiv(DIM, blocks.BLOCK_D),
                 STAGES=blocks.num_stages,
-                GROUP=4 if fixed_length is not None and late else 1,
+                GROUP=4 if late else 1,
                 PART=part,
                 num_warps=blocks.num_warps,
                 num_stages=blocks.num_stages,

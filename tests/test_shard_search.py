@@ -103,6 +103,6 @@ def test_with_filters(engines, params):
     wanted = [whole.search(q, params, allow=mask) for q in Q]
     assert all(map(same, merged(shards, Q, params, allow=lambda a, n: mask[a : a + n]), wanted))
     some = mask.nonzero()[:, 0].int()
-    wanted = [whole.search(q, params, filter_fn=lambda _: some) for q in Q]
+    wanted = [whole.search(q, params, filter_fn=lambda pids: some.to(pids.device)) for q in Q]
     found = merged(shards, Q, params, candidates=lambda a, n: some[(some >= a) & (some < a + n)] - a)
     assert all(map(same, found, wanted))

@@ -43,6 +43,7 @@ from plaid_tilemaxsim.ops import (
     residual_fast_kernel,
     residual_fp32_kernel,
     residual_kernel,
+    residual_wgmma_kernel,
     select_kernel,
     tuning,
 )
@@ -140,15 +141,22 @@ def residual_batch(nbits: int) -> None:
         want = torch.stack([reference.residual_maxsim(q, *host.raw) for q in Q])
         # unit query tokens, embeddings and weights rounded to fp16: six standard deviations of a sum over LQ
         tolerance = 6 * LQ**0.5 * 2.0**-11 / DIM**0.5 + 1e-5
+        arguments = (
+            Q.to(DEVICE), c.centroids, c.codes, c.residuals, *c.stored, c.bucket_weights, nbits, c.offsets
+        )  # fmt: skip
         for pids, count, scored in lists(len(LENGTHS)):
             size = len(PIDS) if pids is not None else len(LENGTHS)
             out = torch.full((NQ, size), math.nan, device=DEVICE)
-            residual_batch_kernel.residual_maxsim(
-                Q.to(DEVICE), c.centroids, c.codes, c.residuals, *c.stored, c.bucket_weights, nbits, c.offsets,
-                pids, out, count,
-            )  # fmt: skip
+            residual_batch_kernel.residual_maxsim(*arguments, pids, out, count)
             for got, w in zip(out, want):
                 check(got, w[scored], tolerance)
+        if arch != 90 or DIM != residual_wgmma_kernel.DIM:
+            continue  # what the next kernel is made for
+        for count, size in ((None, len(LENGTHS)), (int32(5), 5)):
+            out = torch.full((NQ, len(LENGTHS)), math.nan, device=DEVICE)
+            residual_wgmma_kernel.residual_maxsim(*arguments, out, count)
+            for got, w in zip(out, want):
+                check(got, w[:size], tolerance)
 
 
 def centroids() -> None:

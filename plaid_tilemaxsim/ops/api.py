@@ -307,7 +307,7 @@ def residual_maxsim_batch(
     _check("Q", Q, (None, None, None), (torch.float32,))
     _query_limits(Q)
     device = Q.device
-    NQ, _, DIM = Q.shape
+    NQ, LQ, DIM = Q.shape
     _check("centroids", centroids, (None, DIM), (torch.float16, torch.float32), device)
     _compressed(DIM, codes, residuals, inv_norms, inv_norm_lo, inv_norm_step, bucket_weights, nbits, device)
     pids, out = _selection(offsets, pids, out, count, codes, (NQ,))
@@ -322,7 +322,13 @@ def residual_maxsim_batch(
         if tuning.residual_batch_is_fast(tuning.arch(device), nbits, DIM):
             _aligned("residuals", residuals, max(size for _, size in residual_fast_kernel.pieces(nbits, DIM)))
             _require("codes", codes.size(0) < 2**32, "fewer than 2**32 tokens", codes.size(0))
-            residual_batch_kernel.residual_maxsim(Q, centroids, *arguments, pids, out, count)
+            shape = (nbits, DIM, NQ * math.ceil(LQ / 32), codes.size(0), offsets.size(0) - 1)
+            if pids is None and tuning.residual_batch_is_wgmma(tuning.arch(device), *shape):
+                from . import residual_wgmma_kernel
+
+                residual_wgmma_kernel.residual_maxsim(Q, centroids, *arguments, out, count)
+            else:
+                residual_batch_kernel.residual_maxsim(Q, centroids, *arguments, pids, out, count)
             return out
     cmax = float(centroids.float().norm(dim=1).max())
     for q, scores in zip(Q, out, strict=True):

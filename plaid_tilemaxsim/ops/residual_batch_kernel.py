@@ -69,29 +69,29 @@ def k_order(nbits: int, DIM: int) -> tuple[int, ...]:
 
 
 @lru_cache
-def _indices(values: tuple[int, ...], device: torch.device) -> Tensor:
+def indices(values: tuple[int, ...], device: torch.device) -> Tensor:
     """int64: sent to the device once, since a copy from pageable memory waits for it."""
     return torch.tensor(values).to(device)
 
 
-_ordered: dict[int, tuple[weakref.ref[Tensor], int, int, Tensor]] = {}
+_ordered: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, ...], Tensor]] = {}
 
 
-def ordered_centroids(centroids: Tensor, nbits: int) -> Tensor:
-    """Centroids fp16 [C, DIM] in the order of :func:`k_order`; made once for a tensor and kept as long as it lives."""
+def ordered_centroids(centroids: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Centroids fp16 [C, DIM], dimensions in ``order``; made once for a tensor and kept as long as it lives."""
     key, version = id(centroids), centroids._version
     held = _ordered.get(key)
-    if held is not None and held[0]() is centroids and held[1:3] == (version, nbits):
+    if held is not None and held[0]() is centroids and held[1:3] == (version, order):
         return held[3]
-    ordered = centroids[:, _indices(k_order(nbits, centroids.size(1)), centroids.device)]
-    _ordered[key] = (weakref.ref(centroids, lambda _: _ordered.pop(key, None)), version, nbits, ordered)
+    ordered = centroids[:, indices(order, centroids.device)]
+    _ordered[key] = (weakref.ref(centroids, lambda _: _ordered.pop(key, None)), version, order, ordered)
     return ordered
 
 
 def weight_table(bucket_weights: Tensor, nbits: int) -> Tensor:
     """int32 [2] or [8]: low bytes of the fp16 weights, then high bytes, where the bits of a slot, reversed, say."""
     reverse = tuple(int(f"{v:0{nbits}b}"[::-1], 2) for v in range(2**nbits))
-    halves = bucket_weights[_indices(reverse, bucket_weights.device)].half().view(torch.int16).int()
+    halves = bucket_weights[indices(reverse, bucket_weights.device)].half().view(torch.int16).int()
     halves = torch.nn.functional.pad(halves, (0, max(0, 4 - 2**nbits))).view(-1, 4)
     shifts = torch.arange(0, 32, 8, device=halves.device)
     return torch.cat([((halves >> at & 255) << shifts).sum(1) for at in (0, 8)]).to(torch.int32)
@@ -280,13 +280,13 @@ def residual_maxsim(
     n = out.size(1)
     if n == 0:
         return
-    fragments = query_fragments(Q[:, :, _indices(k_order(nbits, DIM), Q.device)])
+    fragments = query_fragments(Q[:, :, indices(k_order(nbits, DIM), Q.device)])
     blocks = fragments.size(0)
     launch = tuning.residual_batch_blocks(tuning.arch(Q.device), nbits)
     # one row of scores for every block of query tokens; a query of one block writes where it belongs
     rows = out if blocks == NQ else torch.zeros(blocks, n, device=Q.device)
     programs, group = dealt(launch.programs_per_sm, launch.group, pids, n, Q.device)
-    ordered, table = ordered_centroids(centroids, nbits), weight_table(bucket_weights, nbits)
+    ordered, table = ordered_centroids(centroids, k_order(nbits, DIM)), weight_table(bucket_weights, nbits)
     reduce_asm, reduce_constraints = reduction(NT, "max.f32")
     for first in range(0, blocks, launch.BLOCKS):
         together = min(launch.BLOCKS, blocks - first)

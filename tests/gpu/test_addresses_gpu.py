@@ -6,6 +6,7 @@ start at the first token that counts.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,7 +28,9 @@ from plaid_tilemaxsim.ops import (
     residual_fast_kernel,
     residual_fp32_kernel,
     residual_kernel,
+    residual_wgmma_kernel,
     select_kernel,
+    tuning,
 )
 from tests.ops.ragged import (
     LENGTHS,
@@ -148,17 +151,22 @@ def test_long_lists_in_fp32():
     fp32(make_collection(DEVICE, 16, 64), 0, long_list())
 
 
-def batch(c: Collection, first: int, pids: Tensor | None, NQ: int = 3) -> None:
+def batch(
+    c: Collection, first: int, pids: Tensor | None, NQ: int = 3, kernel: ModuleType = residual_batch_kernel
+) -> None:
     """Several queries, ``first`` tokens of zeros before the collection."""
+    if kernel is residual_wgmma_kernel and tuning.arch(torch.device(DEVICE)) != 90:
+        pytest.skip("the wgmma kernel is for sm_90")
     Q = torch.stack([c.Q.roll(7 * i, 1) for i in range(NQ)])
     stored, lo, step = c.stored
     arrays = behind(c.codes, first), behind(c.residuals, first), behind(stored, first)
-    n = N if pids is None else len(pids)
-    at = torch.arange(N, device=DEVICE) if pids is None else ends(pids)
+    n = len(c.offsets) - 1 if pids is None else len(pids)
     out = torch.empty(NQ, n, device=DEVICE)
+    at = torch.arange(N, device=DEVICE) if n == N else ends(out[0])
     out[:, at] = torch.nan
-    residual_batch_kernel.residual_maxsim(
-        Q, c.centroids, *arrays, lo, step, c.bucket_weights, c.nbits, c.offsets + first, pids, out, None
+    listed = () if kernel is residual_wgmma_kernel else (pids,)
+    kernel.residual_maxsim(
+        Q, c.centroids, *arrays, lo, step, c.bucket_weights, c.nbits, c.offsets + first, *listed, out, None
     )
     LQ, DIM = c.Q.shape
     for got, q in zip(out, Q, strict=True):
@@ -166,15 +174,32 @@ def batch(c: Collection, first: int, pids: Tensor | None, NQ: int = 3) -> None:
         assert_scores(got[at], want, 6 * LQ**0.5 * 2.0**-11 / DIM**0.5 + 1e-5)
 
 
+SEVERAL = pytest.mark.parametrize("kernel", [residual_batch_kernel, residual_wgmma_kernel])
+
+
 @pytest.mark.gigabytes(7)
+@SEVERAL
 @pytest.mark.parametrize("nbits", [1, 2, 4])
-def test_residuals_of_several_queries(nbits):
-    batch(make_collection(DEVICE, 32, 128, nbits), shift(128 * nbits // 8), None)
+def test_residuals_of_several_queries(nbits, kernel):
+    batch(make_collection(DEVICE, 32, 128, nbits), shift(128 * nbits // 8), None, 3, kernel)
 
 
 @pytest.mark.gigabytes(23)
 def test_tokens_of_several_queries():
     batch(make_collection(DEVICE, 32, 64, 1), BYTES // 2 + 77, None)
+
+
+@pytest.mark.gigabytes(50)
+def test_tokens_on_wgmma():
+    batch(make_collection(DEVICE, 32, 128, 1), BYTES // 2 + 77, None, 3, residual_wgmma_kernel)
+
+
+@pytest.mark.gigabytes(40)
+def test_passages_on_wgmma():
+    """Element numbers of the scores past 2**31; all passages but the last are empty."""
+    c = make_collection(DEVICE, 16, 128)
+    c.offsets = behind(c.offsets, LIST + 77)
+    batch(c, 0, None, 5, residual_wgmma_kernel)
 
 
 @pytest.mark.gigabytes(15)
@@ -238,12 +263,13 @@ def test_centroids_tables_and_cells():
 
 
 @pytest.mark.gigabytes(10)
-def test_centroids_of_several_queries():
+@SEVERAL
+def test_centroids_of_several_queries(kernel):
     """The kernel keeps a copy of the centroids in its own order: twice 4.3 GB."""
     c = make_collection(DEVICE, 32, 128)
     first = shift(256)
     c.centroids, c.codes = behind(c.centroids, first), c.codes + first
-    batch(c, 0, None)
+    batch(c, 0, None, 3, kernel)
 
 
 def packed(dtype: torch.dtype, NQ: int, LQ: int) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:

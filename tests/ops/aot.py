@@ -46,6 +46,7 @@ from plaid_tilemaxsim.ops import (
     residual_fast_kernel,
     residual_fp32_kernel,
     residual_kernel,
+    residual_wgmma_kernel,
     select_kernel,
     tuning,
 )
@@ -213,6 +214,15 @@ def launch_pq(kernel: Any, NQ: int, LQ: int, DIM: int, M: int, pids: torch.dtype
     )
 
 
+def launch_wgmma(NQ: int, LQ: int, nbits: int, count: bool, stored: torch.dtype) -> None:
+    if tuning.arch(torch.device("cpu")) == 90:
+        residual_wgmma_kernel.residual_maxsim(
+            torch.zeros(NQ, LQ, 128), torch.zeros(100, 128).half(), torch.zeros(1000).int(),
+            torch.zeros(1000, 16 * nbits).byte(), torch.zeros(1000).to(stored), 0.9, 1e-5, torch.zeros(2**nbits),
+            nbits, torch.zeros(101).long(), torch.zeros(NQ, 100), torch.ones(1).int() if count else None,
+        )  # fmt: skip
+
+
 def launch_lists(ncells: int, nkeys: int) -> None:
     """Candidates, selection, ranking, checked pids, the merge of shards."""
     cells, one = torch.zeros(32, ncells).int(), torch.zeros(1).int()
@@ -259,6 +269,7 @@ def launch_quick() -> None:
         launch_pq(pq_fast_kernel, NQ, 32, 128, 16, torch.int32, True)
     launch_pq(pq_kernel, 1, 32, 128, 16, torch.int32, True)
     launch_batch(8, 32, 128, 2, torch.int32, torch.uint16)
+    launch_wgmma(8, 32, 2, False, torch.uint16)
     launch_lists(4, 2048)
     launch_decompression(128, 2)
 
@@ -291,6 +302,8 @@ def launch_compressed_matrix() -> None:
             for NQ, LQ in ((1, 32), (3, 20), (8, 32)):
                 launch_batch(NQ, LQ, DIM, nbits, torch.int32, torch.uint16)
         launch_batch(4, 40, 128, nbits, None, torch.float32)
+        launch_wgmma(5, 32, nbits, True, torch.uint16)
+        launch_wgmma(4, 40, nbits, False, torch.float32)
     for M, DIM in ((4, 64), (8, 64), (16, 96), (16, 128), (32, 128), (64, 128), (8, 384), (32, 768)):
         for NQ, LQ in ((1, 32), (8, 32), (3, 20)):
             launch_pq(pq_fast_kernel, NQ, LQ, DIM, M, torch.int32, True)

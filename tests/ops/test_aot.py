@@ -15,6 +15,8 @@ SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 # Local loads and stores in the machine code. On the chips that choices were made for the MaxSim kernels have none,
 # but for a few saved addresses: of tf32x3 and portable PQ on sm_80; ranking has some on sm_90 under triton 3.6.
 SPILLS = {80: 8, 89: 16, 90: 4, 100: 16}
+# Under triton 3.9: what is known before its warps part. None under triton 3.6.
+WGMMA_SPILLS = 12
 
 
 def compiled(arch, which):
@@ -27,7 +29,10 @@ def compiled(arch, which):
 
 
 def check(arch, kernels):
-    wrong = [k for k in kernels if k["spills"] > SPILLS[arch] or k["shared_bytes"] > SHARED_LIMIT[arch]]
+    def spills(k):
+        return WGMMA_SPILLS if k["module"] == "residual_wgmma_kernel" else SPILLS[arch]
+
+    wrong = [k for k in kernels if k["spills"] > spills(k) or k["shared_bytes"] > SHARED_LIMIT[arch]]
     assert not wrong, "\n".join(map(str, wrong))
     assert all(0 < k["registers"] <= 255 for k in kernels)
 
@@ -35,7 +40,8 @@ def check(arch, kernels):
 @pytest.mark.parametrize("arch", [80, 90])
 def test_a_launch_of_every_kernel(arch):
     kernels = compiled(arch, "quick")
-    assert {f"{k['module']}.{k['kernel']}" for k in kernels} == sanitize.kernels()
+    of_sm_90 = {"residual_wgmma_kernel._residual_wgmma_kernel"} if arch == 80 else set()
+    assert {f"{k['module']}.{k['kernel']}" for k in kernels} == sanitize.kernels() - of_sm_90
     check(arch, kernels)
     # 24 single-warp programs of the pruning kernel have to fit the 64 K registers of a multiprocessor
     assert all(k["registers"] <= 80 for k in kernels if k["kernel"] == "_centroid_maxsim_kernel")

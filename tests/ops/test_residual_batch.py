@@ -80,12 +80,12 @@ def test_the_torch_path_loops():
 
 
 def test_ordered_centroids_follow_their_tensor():
-    centroids = torch.randn(5, 64).half()
-    first = residual_batch_kernel.ordered_centroids(centroids, 2)
-    assert residual_batch_kernel.ordered_centroids(centroids, 2) is first
-    assert torch.equal(first, centroids[:, list(k_order(2, 64))])
+    centroids, order = torch.randn(5, 64).half(), k_order(2, 64)
+    first = residual_batch_kernel.ordered_centroids(centroids, order)
+    assert residual_batch_kernel.ordered_centroids(centroids, order) is first
+    assert torch.equal(first, centroids[:, list(order)])
     centroids.mul_(2)
-    assert torch.equal(residual_batch_kernel.ordered_centroids(centroids, 2), first * 2)
+    assert torch.equal(residual_batch_kernel.ordered_centroids(centroids, order), first * 2)
     held = len(residual_batch_kernel._ordered)
     del centroids
     assert len(residual_batch_kernel._ordered) == held - 1
@@ -115,7 +115,7 @@ def test_ptx(tmp_path: Path, blocks, DIM, nbits, listed):
     fragments = warp_tiles.query_fragments(Q[:, :, list(k_order(nbits, DIM))])
     arrays = [
         fragments, residual_batch_kernel.weight_table(c.bucket_weights, nbits),
-        residual_batch_kernel.ordered_centroids(c.centroids, nbits), c.codes, c.residuals, stored,
+        residual_batch_kernel.ordered_centroids(c.centroids, k_order(nbits, DIM)), c.codes, c.residuals, stored,
     ]  # fmt: skip
     addresses: list[int | float] = [memory.add(x.numpy()) for x in arrays]
     addresses += [lo, step, memory.add(c.offsets.numpy())]

@@ -313,7 +313,14 @@ class Call:
         return self.call
 
 
-MISSING = object()
+class _Missing:
+    """Its name is in the names of tests, the same in every process."""
+
+    def __repr__(self) -> str:
+        return "missing"
+
+
+MISSING = _Missing()
 NAN, INF = float("nan"), float("inf")
 OWNED = Call(os.system, "echo owned > owned")
 PAYLOADS: dict[str, Callable[[Path], object]] = {

@@ -25,7 +25,7 @@ from torch.nn.functional import normalize
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from .ops import api, norms_kernel, reference, tuned, tuning
+from .ops import api, norms_kernel, reference, residual_batch_kernel, tuned, tuning
 
 # What a candidate may fail with: too much shared memory or too many registers, or a shape its layout does not know.
 REFUSED = (OutOfResources, CompilationError, PTXASError)
@@ -221,9 +221,13 @@ def residual_batch(data: Data, NQ: int, LQ: int, DIM: int, nbits: int) -> Case:
 
     def run() -> Tensor:
         out.fill_(math.nan)
-        return api.residual_maxsim_batch(
-            Q, centroids, codes, residuals, stored, lo, step, weights, nbits, offsets, out=out, impl="triton"
-        ).T
+        arguments = (Q, centroids, codes, residuals, stored, lo, step, weights, nbits, offsets)
+        if tuning.residual_batch_is_fast(tuning.arch(data.device), nbits, DIM):
+            # by name: the API has another kernel for a whole index on sm_90
+            residual_batch_kernel.residual_maxsim(*arguments, None, out, None)
+        else:
+            api.residual_maxsim_batch(*arguments, out=out, impl="triton")
+        return out.T
 
     raw = codes, residuals, centroids, weights, nbits, offsets
     want = torch.stack([reference.residual_maxsim(q, *raw, sample) for q in Q], 1)

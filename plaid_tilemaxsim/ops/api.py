@@ -301,8 +301,8 @@ def residual_maxsim_batch(
     ``Q`` fp32 ``[NQ, LQ, DIM]``; ``centroids`` fp16 ``[C, DIM]`` (fp32 on CPU); the rest as for
     :func:`residual_maxsim`. The kernel (1, 2 and 4 bits, DIM up to 128, rows of a multiple of 8 bytes) puts embeddings
     together in fp16: their rounding adds about 2**-12 / sqrt(DIM) a similarity of unit vectors. It keeps a copy of the
-    centroids in its own order for as long as ``centroids`` lives. Other shapes are scored query by query, which waits
-    for the device.
+    centroids in its own order for as long as ``centroids`` lives. Another one, on ``wgmma``, scores whole indexes where
+    :func:`.tuning.residual_batch_is_wgmma` says so. Other shapes are scored query by query, which waits for the device.
     """
     _check("Q", Q, (None, None, None), (torch.float32,))
     _query_limits(Q)

@@ -231,10 +231,14 @@ def residual_batch_is_fast(arch: int, nbits: int, DIM: int) -> bool:
 def residual_batch_is_wgmma(arch: int, nbits: int, DIM: int, blocks: int, tokens: int, passages: int) -> bool:
     """Whether ``residual_wgmma_kernel`` scores all passages with these blocks of 32 query tokens.
 
-    Up to four leave half of it idle, and few tokens do not pay for the launches before it. Measured on an H200.
+    Up to four leave half of it idle, and few tokens do not pay for the launches before it. Measured on an H200, with
+    Gluon as it is since triton 3.6.
     """
+    import triton
+
+    runs = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) and not interpreted()
     fast = blocks > 4 and tokens >= 2**20 and tokens + passages < 2**32 - 2**16
-    return not interpreted() and arch == 90 and nbits in (1, 2, 4) and DIM == 128 and fast
+    return runs and arch == 90 and nbits in (1, 2, 4) and DIM == 128 and fast
 
 
 @dataclass(frozen=True)

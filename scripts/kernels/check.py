@@ -109,8 +109,8 @@ def centroid_budget(data: Data) -> float:
 
 
 def batch_budget(data: Data) -> float:
-    """Four standard deviations: q and the embedding rounded to fp16 (api.residual_maxsim_batch), of unit vectors."""
-    return 4 * len(data.Q) ** 0.5 * (2 / 3) ** 0.5 * U16 / data.Q.size(1) ** 0.5 + 1e-5
+    """Four standard deviations: q, an embedding and parts of it rounded to fp16 (api.residual_maxsim_batch)."""
+    return 4 * (len(data.Q) / data.Q.size(1)) ** 0.5 * U16 + 1e-5
 
 
 def pq_budget(LQ: int, DIM: int) -> float:

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+import triton
 
 from plaid_tilemaxsim.ops import api, reference, residual_batch_kernel, tuning
 from plaid_tilemaxsim.ops import residual_wgmma_kernel as kernel
@@ -53,6 +54,8 @@ def test_where_it_is_faster(monkeypatch):
     assert tuning.residual_batch_is_wgmma(**shape)
     for other in ({"arch": 100}, {"nbits": 8}, {"DIM": 96}, {"blocks": 4}, {"tokens": 2**20 - 1}, {"passages": 2**32}):
         assert not tuning.residual_batch_is_wgmma(**shape | other)
+    monkeypatch.setattr(triton, "__version__", "3.5.1")
+    assert not tuning.residual_batch_is_wgmma(**shape)
 
 
 @no_gpu

@@ -40,10 +40,9 @@ from .warp_tiles import Ptx, add_blocks, load
 
 DIM = 128
 BLOCKS = 8  # of 32 query tokens in a launch
-TOKENS = 64  # of a tile
 UNIT = 2  # consecutive tokens of one passage
 LANES = 8  # that decode a token, 16 dimensions each
-STAGES = gl.constexpr(4)  # tiles between the warps that decompress and those that score
+STAGES = gl.constexpr(4)  # tiles of 64 tokens between the warps that decompress and those that score
 WARPS = gl.constexpr(4)  # that decompress; 8 score
 REGISTERS = gl.constexpr(168)  # of every thread: one program a multiprocessor
 _LAST = 2**31 - 1

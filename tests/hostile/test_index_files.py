@@ -320,7 +320,7 @@ class _Missing:
         return "missing"
 
 
-MISSING = _Missing()
+MISSING: Any = _Missing()
 NAN, INF = float("nan"), float("inf")
 OWNED = Call(os.system, "echo owned > owned")
 PAYLOADS: dict[str, Callable[[Path], object]] = {

@@ -32,6 +32,7 @@ from plaid_tilemaxsim.ops import (
     decompress_kernel,
     dense_fast_kernel,
     dense_kernel,
+    dense_ring_kernel,
     merge_kernel,
     norms_kernel,
     pids_kernel,
@@ -234,6 +235,23 @@ def dense(dtype: torch.dtype, precisions: tuple[str, ...]) -> None:
             run(full.to(DEVICE), want_full[:, :5], 9, count=int32(5))
 
 
+def dense_ring() -> None:
+    arch = tuning.arch(torch.device(DEVICE))
+    shapes = itertools.product((32, 37), (512, 768, 1024), (1, 7, 32), (torch.float16, torch.bfloat16))
+    for i, (ND, DIM, LQ, dtype) in enumerate(shapes):
+        if i % 2 or not tuning.dense_is_ring(arch, dtype, DIM, 1, LQ, 9 * ND):
+            continue
+        g = torch.Generator().manual_seed(i)
+        Q = torch.randn(1, LQ, DIM, generator=g).div(DIM**0.5).to(dtype)
+        D = torch.randn(9, ND, DIM, generator=g).div(DIM**0.5).to(dtype)
+        want = reference.maxsim(Q[0], D.view(-1, DIM), torch.arange(10) * ND)
+        for count in (None, int32(5)):
+            out = torch.full((1, 9), math.nan, device=DEVICE)
+            dense_ring_kernel.dense_maxsim(Q.to(DEVICE), D.to(DEVICE), out, count)
+            # unit vectors were assumed; these have norms up to 1.6
+            check(out[0], want if count is None else want[:5], 3 * LQ * DIM * 2.0**-24)
+
+
 def pq() -> None:
     combinations = [(8, 64), (16, 96), (16, 128), (32, 128), (64, 128), (8, 384), (32, 384)]
     for i, (M, DIM) in enumerate(combinations):
@@ -373,6 +391,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "centroids": centroids,
     "dense_fp16": lambda: dense(torch.float16, ("tf32x3",)),
     "dense_bf16": lambda: dense(torch.bfloat16, ("tf32x3",)),
+    "dense_ring": dense_ring,
     "dense_ieee": lambda: dense(torch.float32, ("ieee",)),
     "dense_tf32": lambda: dense(torch.float32, ("tf32",)),
     "dense_tf32x3": lambda: dense(torch.float32, ("tf32x3",)),

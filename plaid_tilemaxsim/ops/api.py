@@ -385,7 +385,14 @@ def dense_maxsim(
 
         fixed, columns = offsets is None and lengths is None, Q3.size(0) * Q3.size(1)
         fast = tuning.dense_is_fast(tuning.arch(device), D.dtype, precision, Q.size(-1), columns, fixed)
-        if fast and D.data_ptr() % 16 == 0:
+        (NQ, LQ, DIM), tokens = Q3.shape, D.numel() // Q.size(-1)
+        ring = fixed and tuning.dense_is_ring(tuning.arch(device), D.dtype, DIM, NQ, LQ, tokens)
+        aligned = D.data_ptr() % 16 == 0
+        if ring and aligned:
+            from . import dense_ring_kernel
+
+            dense_ring_kernel.dense_maxsim(Q3, D, out, count)
+        elif fast and aligned:
             dense_fast_kernel.dense_maxsim(Q3, D, lengths, offsets, pids, out, count, precision)
         else:
             if precision == "fp16x3":

@@ -228,17 +228,21 @@ def residual_batch_is_fast(arch: int, nbits: int, DIM: int) -> bool:
     return not interpreted() and arch >= 80 and residual_batch_kernel.supported(nbits, DIM)
 
 
+def _runs_gluon() -> bool:
+    """Whether there is Gluon as our kernels use it."""
+    import triton
+
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) and not interpreted()
+
+
 def residual_batch_is_wgmma(arch: int, nbits: int, DIM: int, blocks: int, tokens: int, passages: int) -> bool:
     """Whether ``residual_wgmma_kernel`` scores all passages with these blocks of 32 query tokens.
 
     Up to four leave half of it idle, and few tokens do not pay for the launches before it. Measured on an H200, with
     Gluon as it is since triton 3.6.
     """
-    import triton
-
-    runs = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) and not interpreted()
     fast = blocks > 4 and tokens >= 2**20 and tokens + passages < 2**32 - 2**16
-    return runs and arch == 90 and nbits in (1, 2, 4) and DIM == 128 and fast
+    return _runs_gluon() and arch == 90 and nbits in (1, 2, 4) and DIM == 128 and fast
 
 
 @dataclass(frozen=True)
@@ -348,6 +352,35 @@ def dense_is_fast(arch: int, dtype: torch.dtype, precision: str, DIM: int, colum
     if dtype == torch.float32 and precision != "tf32":
         return precision == "fp16x3" or (precision == "tf32x3" and (columns <= 32 or DIM >= 256))
     return columns <= 32 and not (fixed and DIM * dtype.itemsize <= 768)
+
+
+@dataclass(frozen=True)
+class DenseRingBlocks:
+    tokens: int  # of a stage; each is two rows of it
+    rows: int  # of a box of TMA
+    stages: int
+    programs_per_sm: int
+
+
+def dense_ring_blocks(DIM: int) -> DenseRingBlocks:
+    """``dense_ring_kernel``: two programs a multiprocessor, up to 108 KB on their way to each. As measured."""
+    tokens = 64 if DIM < 384 else 32 if DIM <= 768 else 16
+    return DenseRingBlocks(tokens, rows=2 * tokens, stages=(108 << 10) // (tokens * DIM * 2), programs_per_sm=2)
+
+
+def dense_ring_share(n: int, programs: int, DIM: int) -> tuple[int, int]:
+    """(late, part) as of :func:`late_share`, for rows so wide that one or two passages cover what a start costs."""
+    run = 1 if DIM > 384 else 2
+    return (min(8 * programs, n // (20 * run)), 20) if n >= 32 * run * programs else (0, 0)
+
+
+def dense_is_ring(arch: int, dtype: torch.dtype, DIM: int, NQ: int, LQ: int, tokens: int) -> bool:
+    """Whether ``dense_ring_kernel`` scores passages of one length: of rows too wide for ``dense_kernel``'s pipeline.
+
+    ``tokens`` of all passages: half a token is a row, numbered in 31 bits.
+    """
+    fits = dtype.itemsize == 2 and DIM % 128 == 0 and DIM <= 1024 and LQ <= 32 and tokens <= 2**30
+    return _runs_gluon() and arch == 90 and fits and DIM > 128 and NQ == 1
 
 
 @dataclass(frozen=True)

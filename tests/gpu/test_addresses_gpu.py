@@ -19,6 +19,7 @@ from plaid_tilemaxsim.ops import (
     decompress_kernel,
     dense_fast_kernel,
     dense_kernel,
+    dense_ring_kernel,
     norms_kernel,
     pids_kernel,
     pq_fast_kernel,
@@ -313,6 +314,22 @@ def test_dense(NQ, LQ, kernel, dtype):
             assert not score[: len(padded) // 2].any()
             tokens = [D[int(p) * 64 : (int(p) + 1) * 64 if given is None else e] for p, e in zip(last, ends)]
             assert_scores(score[last], reference.maxsim(q, torch.cat(tokens), lengths_to_offsets(tokens)), tolerance)
+
+
+@pytest.mark.gigabytes(6)
+def test_dense_ring():
+    """Element numbers of wide rows pass 2**31."""
+    if not tuning.dense_is_ring(tuning.arch(torch.device(DEVICE)), torch.float16, 768, 1, 32, 2**22):
+        pytest.skip("expected sm_90")
+    g = torch.Generator(DEVICE).manual_seed(1)
+    D = torch.zeros(2**31 // (64 * 768) + 12, 64, 768, dtype=torch.float16, device=DEVICE)
+    D[-11:] = torch.randn(11, 64, 768, generator=g, device=DEVICE) / 768**0.5
+    Q = (torch.randn(1, 32, 768, generator=g, device=DEVICE) / 768**0.5).half()
+    got = torch.full((1, len(D)), torch.nan, device=DEVICE)
+    dense_ring_kernel.dense_maxsim(Q, D, got, None)
+    assert not got[0, :-11].any()
+    want = reference.maxsim(Q[0], D[-11:].reshape(-1, 768), torch.arange(12, device=DEVICE) * 64)
+    assert_scores(got[0, -11:], want, 3 * 32 * 768 * 2.0**-23)
 
 
 def lengths_to_offsets(tokens: list[Tensor]) -> Tensor:

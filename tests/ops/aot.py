@@ -36,6 +36,7 @@ from plaid_tilemaxsim.ops import (
     decompress_kernel,
     dense_fast_kernel,
     dense_kernel,
+    dense_ring_kernel,
     merge_kernel,
     norms_kernel,
     pids_kernel,
@@ -201,7 +202,11 @@ def launch_dense(NQ: int, LQ: int, DIM: int, dtype: torch.dtype, layout: str, pr
         "packed": (packed, (None, offsets, None, out, None)),
         "pids": (packed, (None, offsets, pids, out, count)),
     }[layout]
-    fast = tuning.dense_is_fast(tuning.arch(D.device), dtype, precision, DIM, NQ * LQ, layout in ("full", "few"))
+    arch, fixed = tuning.arch(D.device), layout in ("full", "few")
+    if fixed and tuning.dense_is_ring(arch, dtype, DIM, NQ, LQ, 128 * n):
+        dense_ring_kernel.dense_maxsim(Q, D, out, None)
+        return
+    fast = tuning.dense_is_fast(arch, dtype, precision, DIM, NQ * LQ, fixed)
     (dense_fast_kernel if fast else dense_kernel).dense_maxsim(Q, D, *arguments, precision)
 
 
@@ -264,6 +269,7 @@ def launch_quick() -> None:
         launch_residual(residual_fast_kernel, 32, 128, nbits, torch.int32, True, torch.uint16)
         launch_fp32(32, 128, nbits, torch.int32, True)
     launch_dense(1, 32, 128, torch.float16, "full")
+    launch_dense(1, 32, 768, torch.bfloat16, "full")
     launch_dense(1, 32, 128, torch.float16, "pids")
     for NQ in (1, 8):
         launch_pq(pq_fast_kernel, NQ, 32, 128, 16, torch.int32, True)
@@ -278,6 +284,7 @@ def launch_dense_matrix() -> None:
     for DIM in (32, 40, 64, 96, 128, 256, 384, 768, 1024):
         for layout in ("full", "few", "lengths", "packed", "pids"):
             launch_dense(1, 32, DIM, torch.float16, layout)
+        launch_dense(1, 20, DIM, torch.bfloat16, "full")
         for NQ, LQ in ((1, 5), (1, 128), (1, 300), (4, 32)):
             launch_dense(NQ, LQ, DIM, torch.bfloat16, "packed")
         for precision in ("ieee", "tf32", "tf32x3", "fp16x3"):

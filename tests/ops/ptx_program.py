@@ -73,28 +73,43 @@ def _label(name: str, block: int) -> str:
 
 @dataclass
 class Barrier:
-    """Of an mbarrier or a named one: arrivals of a phase, those still missing, phases completed."""
+    """Of an mbarrier or a named one: arrivals of a phase, those still missing, phases completed, bytes expected."""
 
     count: int
     missing: int
     phase: int = 0
+    expected: int = 0
 
     def has_passed(self, parity: int) -> bool:
         """Whether the phase of that parity is complete, as far as the last two go."""
         return (self.phase ^ parity) & 1 == 1
 
-    def arrive(self) -> None:
+    def arrive(self, expected: int = 0) -> None:
         self.missing -= 1
+        self.expected += expected
         assert self.missing >= 0, "more arrivals than a phase has"
-        if self.missing == 0:
+        self.complete(0)
+
+    def complete(self, arrived: int) -> None:
+        """Bytes of a bulk copy."""
+        self.expected -= arrived
+        if self.missing == 0 and self.expected == 0:
             self.missing, self.phase = self.count, self.phase + 1
+
+
+@dataclass
+class TensorMap:
+    """What TMA copies from, a parameter of a launch: rows [n, bytes] uint8; a box is 128 bytes of ``box`` rows."""
+
+    rows: np.ndarray
+    box: int
 
 
 class Program:
     """One program of a launch: ``params`` in the order of the PTX, addresses in ``memory``."""
 
     def __init__(
-        self, ptx: str, memory: Memory, params: Sequence[int | float], program: tuple[int, int], warps: int,
+        self, ptx: str, memory: Memory, params: Sequence[int | float | TensorMap], program: tuple[int, int], warps: int,
         shared: int, seed: int = 0,
     ) -> None:  # fmt: skip
         self.code, self.labels = parse(ptx)
@@ -141,6 +156,8 @@ class Program:
                 return regs[name]
             if name == "%tid.x":
                 return (_LANES + 32 * warp).astype(_U)
+            if "_param_" in name:  # the address of a parameter stands for its number
+                return np.full(32, int(name.rsplit("_", 1)[1]), _U)
             if name.startswith("0f"):
                 return np.full(32, int(name[2:], 16), _U)
             return np.full(32, special[name] if name in special else int(name, 0) & (2**64 - 1), _U)
@@ -189,7 +206,7 @@ class Program:
                         assert kind[1] == "arrive"
                         assert live is not None
                         assert live.sum() == 1
-                        self.mbarriers[int(address(args[1])[0])].arrive()
+                        self.mbarriers[int(address(args[1])[0])].arrive(int(args[2]) if kind[2] == "expect_tx" else 0)
             elif kind[0] in ("setmaxnreg", "fence") or i.op.startswith("wgmma.fence"):
                 continue
             elif i.op.startswith("wgmma.commit"):
@@ -200,7 +217,8 @@ class Program:
                     for multiply in groups.pop(0):
                         multiply()
             elif kind[0] == "wgmma":
-                assert i.op.startswith("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16")
+                assert i.op.startswith("wgmma.mma_async.sync.aligned.m64n")
+                assert i.op.endswith("k16.f32.f16.f16")
                 assert args[4:] == ["1", "1", "0"]
                 add = bool(predicates[args[3]][0]) if args[3] in predicates else args[3] != "0"
                 a = [read(name).copy() for name in parts[1]]
@@ -208,11 +226,17 @@ class Program:
                 if not add:
                     regs.update(dict.fromkeys(parts[0], _POISON))
                 yield lambda: True
+            elif i.op.startswith("cp.async.bulk.tensor.2d"):
+                if live is None or live.any():
+                    assert live is None or live.sum() == 1
+                    names = re.findall(r"%\w+", i.text[i.text.index("[") :])
+                    self._copy_box(*(int(read(name)[int(np.argmax(live))]) for name in names))
             elif kind[0] == "prefetch":
                 for x in address(args[0]):
                     self.memory.at(int(x), 1)
             elif kind[:2] == ["ld", "param"]:
                 given = self.params[int(args[1].strip("[]").rsplit("_", 1)[1])]
+                assert not isinstance(given, TensorMap)
                 bits = struct.unpack("<I", struct.pack("<f", given))[0] if isinstance(given, float) else given
                 write(args[0], np.full(32, bits & (2**64 - 1), _U), None)
             elif kind[0] in ("ld", "st"):
@@ -272,16 +296,29 @@ class Program:
                     width = 64
                 write(args[0], value, live, width)
 
+    def _copy_box(self, to: int, tensor: int, x: int, y: int, barrier: int) -> None:
+        """At once, which is the earliest that it may happen; rows past the end are zero. A swizzle of 128 bytes."""
+        source = self.params[tensor]
+        assert isinstance(source, TensorMap)
+        box = np.zeros((source.box, 128), np.uint8)
+        there = source.rows[y : y + source.box, 2 * x : 2 * x + 128]
+        box[: len(there)] = there
+        at = to + np.arange(box.size).reshape(box.shape)
+        at ^= (at >> 7 & 7) << 4
+        assert to % 1024 == 0
+        self.shared[at - _SHARED] = box
+        self.mbarriers[barrier].complete(box.size)
+
     def _multiply(
         self, regs: dict[str, Value], out: list[str], a: list[Value], descriptor: int, add: bool
     ) -> Callable[[], None]:
-        """m64n64k16, the 16 rows of a warp: ``out`` (+)= A B."""
+        """m64nNk16, the 16 rows of a warp: ``out`` (+)= A B."""
         assert descriptor >> 62 == 1, "expected a swizzle of 128 bytes"
         start, stride = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
         g, t = _LANES // 4, _LANES % 4
 
         def multiply() -> None:
-            row, byte = np.arange(64)[:, None], np.arange(32)
+            row, byte = np.arange(2 * len(out))[:, None], np.arange(32)
             at = start + row // 8 * stride + row % 8 * 128 + byte
             at ^= (at >> 7 & 7) << 4
             B = self.shared[at - _SHARED].view(np.float16).astype(np.float64)
@@ -309,6 +346,8 @@ def _value(kind: list[str], x: list[Value], width: int) -> Value:
         return np.array([int(v & _M32).bit_count() for v in x[0]], _U)
     if name == "not":
         return ~x[0]
+    if name == "cvta":
+        return x[0]
     if name == "neg":
         return (
             -x[0].view(np.int64).astype(_U)

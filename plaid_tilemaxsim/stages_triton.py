@@ -19,6 +19,9 @@ from plaid_tilemaxsim.ops import api, candidates_kernel, merge_kernel, rank_kern
 if TYPE_CHECKING:
     from plaid_tilemaxsim.index.resident import ResidentIndex
 
+# Passages that the GPU scores in fp32 in less time than it finds those whose scores no merge will ask for.
+MOST_AT_ONCE = 1024
+
 
 class TritonStages:
     """The steps for one query at a time; owns the buffers of one query in flight (9 bytes a passage, the codec's)."""
@@ -74,8 +77,9 @@ class TritonStages:
         self, Q: Tensor, cs: api.CentroidScores, pids: Pids, precise: bool, first: Tensor, second: Tensor, keep: int
     ) -> Tensor:
         n = first.numel()
-        # In GPU memory reading them all takes less time than finding out.
-        if self.index.placement not in ("host", "disk") or n > merge_kernel.LIMIT or keep >= n:
+        # In GPU memory the fast kernel has scored them all before that would be known.
+        costly = self.index.placement in ("host", "disk") or (precise and n > MOST_AT_ONCE)
+        if not costly or n > merge_kernel.LIMIT or keep >= n:
             return self.exact(Q, cs, pids, precise)
         assert pids.pids is not None
         assert pids.count is not None

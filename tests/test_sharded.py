@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from plaid_tilemaxsim import stages_triton
 from plaid_tilemaxsim.engine import SearchEngine
 from plaid_tilemaxsim.funnel import SearchParams
 from plaid_tilemaxsim.index.files import PlaidIndex, read_index
@@ -238,9 +239,14 @@ def test_threads(index: PlaidIndex, queries: Tensor) -> None:
     copies.close()
 
 
-def test_from_host_memory_only_the_plausible_are_scored(index: PlaidIndex, queries: Tensor, device: str) -> None:
+@pytest.mark.parametrize("costly", ["host memory", "many in fp32"])
+def test_where_scores_cost_only_the_plausible_are_scored(
+    index: PlaidIndex, queries: Tensor, device: str, costly: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, several = engines(index, "triton", 2)
-    if ON_GPU:
+    if costly == "many in fp32":
+        monkeypatch.setattr(stages_triton, "MOST_AT_ONCE", 8)
+    elif ON_GPU:
         several.close()
         several = ShardedEngine(load_shards(index, [DEVICE] * 2, "host"))
     else:  # the interpreter knows no other memory

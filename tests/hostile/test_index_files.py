@@ -401,6 +401,7 @@ def of_places() -> Iterator[Mutation]:
 
 def of_metadata() -> Iterator[Mutation]:
     name = "metadata.json"
+    value: Any
     for content in (b"null", b"[]", b'"x"', b"{}{}", b'{"config": NaN}', b"\xff\xfe{\0}\0", b"[" * 100_000, b"{}"):
         yield Mutation(f"{name} as {content[:20]!r}", write(name, content), name)
     for value in (None, [], "x", 5, MISSING):
@@ -657,6 +658,7 @@ def another(pids: Tensor) -> Tensor:
 
 
 def of_sidecars() -> Iterator[Mutation]:
+    value: Any
     name, data = "pq8.json", "pq8.X.safetensors"
     for path, values in (
         ("version", (2, True, "1", MISSING)),

@@ -19,6 +19,9 @@ from torch import Tensor
 from . import tuning
 from .warp_tiles import share_of
 
+# Passages of one length and fewer bytes go to programs in equal counts.
+LEAST_BYTES = 1 << 15
+
 
 @triton.jit
 def query_block(
@@ -163,8 +166,9 @@ def dense_maxsim(
     blocks = tuning.dense_blocks(arch, D.element_size(), DIM, LQ, NQ, fixed_length, precision)
     LQP, queries = blocks.LQP, blocks.BLOCK_Q // blocks.LQP
     programs = min(n, blocks.programs_per_sm * tuning.num_sms(D.device))
-    # ragged lists come here for their many columns, and are bound by arithmetic
-    late, part = tuning.late_share(n, programs, True) if fixed_length is not None else (0, 0)
+    # ragged lists come here for their many columns, and are bound by arithmetic; small passages by what a walk costs
+    shares = fixed_length is not None and ND * DIM * D.element_size() >= LEAST_BYTES
+    late, part = tuning.late_share(n, programs, True) if shares else (0, 0)
     for query in range(0, NQ, queries):
         # long queries: one launch a block of their tokens, each adding to what the one before left in `out`
         for token in range(0, LQ, LQP):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from plaid_tilemaxsim.ops import api, reference, tuning
+from plaid_tilemaxsim.ops import api, dense_kernel, reference, tuning
 from tests.ops.ragged import LENGTHS, assert_scores, poisoned
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -106,6 +106,7 @@ def test_the_dealing_changes_no_bit(monkeypatch, ND, late, part, device):
     lengths = torch.randint(0, ND + 1, (45,), generator=g).to(device)
     want = api.dense_maxsim(Q, D, impl="triton"), api.dense_maxsim(Q, D, lengths=lengths, impl="triton")
     monkeypatch.setattr(tuning, "late_share", lambda n, programs, fixed: (late, part))
+    monkeypatch.setattr(dense_kernel, "LEAST_BYTES", 0)
     for n in (45, 3, 0):
         count = torch.tensor([n], dtype=torch.int32, device=device)
         for given, expected in zip((None, lengths), want, strict=True):

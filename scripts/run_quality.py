@@ -13,10 +13,13 @@ search, the plugin in each mode, and the oracle over the whole collection. Nothi
     mean_err_dense, _pq     means of the same for the codecs that score fp16 vectors, or PQ codes of the widest index
     mean_err_ours, mean_err_stock_gpu, mean_err_stock_cpu      means of the same over sets, bits, k (plugin: mode plaid)
     metrics_equal_sets      collections on which mode plaid has stock's metrics to four decimals at every width and k,
-                            stock being its GPU search, or its CPU search where no GPU is; _gpu and _cpu: each alone
+                            stock being its CPU search, which computes in fp32 as we do, or its GPU search where that
+                            is left out; _gpu and _cpu: each alone (a GPU search of stock's rounds scores to fp16)
     ndcg10_losses           (set, bits, k, mode) where rerank or exhaustive is below stock in nDCG@10 with p < 0.05 by
                             a paired t test; _holm: those left by Holm's correction over all such tests
-Work in --work is kept: a stopped run goes on with the sets that are missing.
+Work in --work is kept: a stopped run goes on with the sets that are missing. --merge goes on from what --out holds,
+where that came from another machine. Sets that --limit cut off are named in ``not_finished``; ``correct`` speaks of
+those that were finished.
 """
 
 from __future__ import annotations
@@ -94,6 +97,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--queries", type=int, help="only the first N queries of each set")
     parser.add_argument("--workers", type=int, default=6, help="sets at the same time")
     parser.add_argument("--limit", type=float, default=540, help="seconds after which what is unfinished is given up")
+    parser.add_argument("--merge", action="store_true", help="keep the sets that --out holds, and run the others")
     parser.add_argument("--no-stock-cpu", action="store_true", help="leave stock's CPU search out, where a GPU is")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--commit", help="of this code, for the record, where there is no checkout to ask")
@@ -118,14 +122,17 @@ def run_all(args: argparse.Namespace) -> int:
     if unknown := [name for name in wanted if name not in found]:
         raise ValueError(f"--sets: expected some of {', '.join(found)}, got {', '.join(unknown)}")
     args.work.mkdir(parents=True, exist_ok=True)
+    before: dict[str, Any] = read_json(args.out) if args.merge and args.out.exists() else {"sets": {}, "runs": {}}
+    wanted = [name for name in wanted if name not in before["sets"]]
     gpu = torch.cuda.is_available()
     children = compile_extensions(gpu)
     # The largest first: the last to finish decides when all are done.
     size = {name: sum(file.stat().st_size for file in (args.folder / "sets" / name).glob("*")) for name in wanted}
     waiting = sorted((n for n in wanted if not (args.work / f"{n}.json").exists()), key=lambda n: -size[n])
     running: dict[str, subprocess.Popen[bytes]] = {}
-    threads = max(1, (os.cpu_count() or 1) // min(args.workers, max(1, len(waiting))))
+    threads = max(1, len(os.sched_getaffinity(0)) // min(args.workers, max(1, len(waiting))))
     failed: dict[str, str] = {}
+    not_finished: list[str] = []
     while waiting or running:
         while waiting and len(running) < args.workers:
             running[waiting[0]] = start_self(args, ["--one", waiting[0]], args.work / f"{waiting[0]}.log", threads)
@@ -137,7 +144,8 @@ def run_all(args: argparse.Namespace) -> int:
                     failed[name] = (args.work / f"{name}.log").read_text(errors="replace")[-2000:]
                 print(f"{time.perf_counter() - started:6.1f} s  {name}: {child.returncode or 'done'}", flush=True)
         if time.perf_counter() - started > args.limit:
-            failed |= dict.fromkeys([*waiting, *running], f"not finished after {args.limit:.0f} s")
+            not_finished = sorted([*waiting, *running])
+            print(f"not finished after {args.limit:.0f} s: {', '.join(not_finished)}", flush=True)
             for child in running.values():
                 child.terminate()
             break
@@ -145,18 +153,20 @@ def run_all(args: argparse.Namespace) -> int:
     for child in children:
         child.terminate()
     parts = {name: read_json(args.work / f"{name}.json") for name in wanted if (args.work / f"{name}.json").exists()}
-    result = merge(parts, failed, gpu)
+    result = merge({**before["sets"], **parts}, failed, gpu)
     where = environment()
     words = [Path(word).name if Path(word).is_absolute() else word for word in where.pop("argv")]
     where["command"] = " ".join(["python", *words])
     if args.commit:
         where["commit"] = args.commit
+    here = {name: where[name] for name in ("commit", "command", "time")}
+    result |= {"not_finished": not_finished, "runs": {**before["runs"], **dict.fromkeys(parts, here)}}
     result |= {"seconds": round(time.perf_counter() - started, 1), **where}
     write_json(args.out, result)
     for name, value in result["figures"].items():
         print(f"{name:32s} {value:.6g}")
     print("correct:", result["correct"], *result["problems"][:12], sep="\n  ")
-    return 0 if result["correct"] else 1
+    return 0 if result["correct"] and not not_finished else 1
 
 
 def compile_extensions(gpu: bool) -> list[subprocess.Popen[bytes]]:
@@ -479,7 +489,7 @@ def merge(parts: dict[str, dict[str, Any]], failed: dict[str, str], gpu: bool) -
             figures[f"metrics_equal_sets_{key.removeprefix('stock_')}"] = len(equal[stock])
             figures[f"metrics_equal_searches_{key.removeprefix('stock_')}"] = equal_searches[stock]
             figures[f"max_metric_difference_{key.removeprefix('stock_')}"] = differences[stock]
-    figures["metrics_equal_sets"] = len(equal[STOCK_OF_GPU if gpu else STOCK_OF_CPU])
+    figures["metrics_equal_sets"] = len(equal[STOCK_OF_CPU if stock_errors[STOCK_OF_CPU] else STOCK_OF_GPU])
     lost = sorted(where for p, where in tests if p < 0.05)
     holm = sorted(where for p, where in holm_rejected(tests))
     figures |= {"ndcg10_tests": len(tests), "ndcg10_losses": len(lost), "ndcg10_losses_holm": len(holm)}

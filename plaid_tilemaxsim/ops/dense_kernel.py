@@ -88,7 +88,7 @@ def _dense_maxsim_kernel(
 ):  # fmt: skip
     last = n
     if HAS_COUNT:
-        last = tl.minimum(tl.load(count_ptr), n)
+        last = tl.maximum(tl.minimum(tl.load(count_ptr), n), 0)
     first, step, end = tl.program_id(0), tl.num_programs(0), last
     if PART:
         first, step, end = share_of(last, programs, late, PART, GROUP)

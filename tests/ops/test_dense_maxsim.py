@@ -107,8 +107,8 @@ def test_the_dealing_changes_no_bit(monkeypatch, ND, late, part, device):
     want = api.dense_maxsim(Q, D, impl="triton"), api.dense_maxsim(Q, D, lengths=lengths, impl="triton")
     monkeypatch.setattr(tuning, "late_share", lambda n, programs, fixed: (late, part))
     monkeypatch.setattr(dense_kernel, "LEAST_BYTES", 0)
-    for n in (45, 3, 0):
-        count = torch.tensor([n], dtype=torch.int32, device=device)
+    for counted in (45, 3, 0, -(2**31)):
+        count, n = torch.tensor([counted], dtype=torch.int32, device=device), max(counted, 0)
         for given, expected in zip((None, lengths), want, strict=True):
             out = poisoned(45, device)
             api.dense_maxsim(Q, D, lengths=given, out=out, count=None if n == 45 else count, impl="triton")

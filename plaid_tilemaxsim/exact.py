@@ -18,6 +18,7 @@ from plaid_tilemaxsim.funnel import Pids
 from plaid_tilemaxsim.index.mapped import MappedRows
 from plaid_tilemaxsim.index.placement import DENSE_SLOTS, dense_passages
 from plaid_tilemaxsim.ops import api, cpu, reference
+from plaid_tilemaxsim.ops.eager import taken
 
 if TYPE_CHECKING:
     from plaid_tilemaxsim.index.resident import ResidentIndex
@@ -133,7 +134,7 @@ class DiskScorer(_Stored):
                 )  # fmt: skip
                 continue
             out[part] = api.residual_maxsim(
-                Q, cs, index.codes[rows], residuals, _taken(index.inv_norms, rows), index.inv_norm_lo,
+                Q, cs, index.codes[rows], residuals, taken(index.inv_norms, rows), index.inv_norm_lo,
                 index.inv_norm_step, index.bucket_weights, index.nbits, offsets, impl="triton",
             )  # fmt: skip
 
@@ -278,10 +279,3 @@ def _rows(begins: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     lengths = ends - begins
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     return torch.arange(int(offsets[-1])) + (begins - offsets[:-1]).repeat_interleave(lengths), offsets
-
-
-def _taken(inv_norms: Tensor, rows: Tensor) -> Tensor:
-    """inv_norms[rows]; indexing of uint16 is not implemented everywhere."""
-    if inv_norms.dtype == torch.uint16:
-        return inv_norms.view(torch.int16)[rows].view(torch.uint16)
-    return inv_norms[rows]

@@ -14,6 +14,13 @@ from .api import CentroidScores
 from .reference import _chunks, _passages, _rows, _sum_of_maxima, decode_residuals, decompress, pq_decode
 
 
+def taken(inv_norms: Tensor, rows: Tensor) -> Tensor:
+    """inv_norms[rows]; indexing of uint16 is not implemented everywhere."""
+    if inv_norms.dtype == torch.uint16:
+        return inv_norms.view(torch.int16)[rows].view(torch.uint16)
+    return inv_norms[rows]
+
+
 def centroid_scores(Q: Tensor, centroids: Tensor, threshold: float | None) -> CentroidScores:
     """Scores fp32 ``[C, LQ]`` and ``keep`` of ``centroids [C, DIM]`` with ``Q [LQ, DIM]``."""
     table = centroids.float() @ Q.T
@@ -56,7 +63,7 @@ def residual_maxsim(
         rows, owner = _rows(first[chunk], lengths[chunk])
         packed = residuals[rows.to(residuals.device)].to(codes.device)
         weights = decode_residuals(packed, nbits, bucket_weights, torch.float32)  # [t, DIM]
-        inv = inv_norm_lo + inv_norm_step * inv_norms[rows].float()
+        inv = inv_norm_lo + inv_norm_step * taken(inv_norms, rows).float()
         similarities = cs.table[codes[rows].long(), : cs.LQ] * cs.scale + weights @ Q.T
         scores[chunk] = _sum_of_maxima(similarities * inv[:, None], owner, chunk.stop - chunk.start)
     return scores

@@ -30,7 +30,7 @@ from plaid_tilemaxsim.index.pq import PQ
 from plaid_tilemaxsim.index.resident import load_resident
 from plaid_tilemaxsim.ops import reference
 from tests.hostile import calls
-from tests.hostile.calls import U16, U32, Call, Draw, Operation, Tally, Where, seldom
+from tests.hostile.calls import U16, U32, Call, Draw, Operation, Tally, Where, seldom, together
 from tests.synthetic import make_index
 
 MODES = ("plaid", "rerank", "exhaustive")
@@ -208,17 +208,19 @@ def no_query(draw: Draw, Q: Tensor) -> Any:
 
 def some_params(draw: Draw, where: Where, shelf: Shelf) -> SearchParams:
     few = where.name != "cpu"  # each is a graph of its own
-    mode = draw(st.sampled_from(MODES))
-    k = draw(st.sampled_from((1, 7, None, shelf.N + 5) if few else (1, 3, 10, shelf.N, None, shelf.N + 5, 10**9)))
-    return SearchParams(
-        k=k,
-        ncells=draw(st.sampled_from((1, 2) if few else (1, 2, 3, shelf.C, 128))),
-        threshold=draw(st.sampled_from((0.3,) if few else (-2.0, 0.0, 0.3, 0.5, 0.99))),
-        ndocs=draw(st.sampled_from((32,) if few else (4, 5, 16, 64, 10**9))),
-        query_maxlen=draw(st.sampled_from((None, 4) if few else (None, 1, 4, 32, 10**6))),
-        mode=mode,
-        prefilter=draw(st.sampled_from((None, 5) if few else (None, 1, 20, 10**9))) if mode == "exhaustive" else None,
+    mode, k, ncells, threshold, ndocs, query_maxlen, prefilter = together(
+        draw,
+        where,
+        MODES,
+        (1, 7, None, shelf.N + 5) if few else (1, 3, 10, shelf.N, None, shelf.N + 5, 10**9),
+        (1, 2) if few else (1, 2, 3, shelf.C, 128),
+        (0.3,) if few else (-2.0, 0.0, 0.3, 0.5, 0.99),
+        (32,) if few else (4, 5, 16, 64, 10**9),
+        (None, 4) if few else (None, 1, 4, 32, 10**6),
+        (None, 5) if few else (None, 1, 20, 10**9),
+        most=9,
     )
+    return SearchParams(k, ncells, threshold, ndocs, query_maxlen, mode, prefilter if mode == "exhaustive" else None)
 
 
 def some_pids(draw: Draw, where: Where, N: int) -> tuple[Any, list[int] | None]:
@@ -314,7 +316,7 @@ def check_found(tally: Tally, shelf: Shelf, Q: Tensor, found: tuple[Any, Any], k
 
 
 def search(draw: Draw, where: Where, tally: Tally) -> None:
-    shelf = draw(st.sampled_from(shelves(where)))
+    (shelf,) = together(draw, where, shelves(where), most=5)
     Q, p = held(draw, where, unit_query(draw, where, shelf)), some_params(draw, where, shelf)
     call = Call(shelf.engine.search, {"Q": Q, "params": p})
     start: Tensor | None = None
@@ -356,7 +358,7 @@ def search(draw: Draw, where: Where, tally: Tally) -> None:
 
 
 def score_pids(draw: Draw, where: Where, tally: Tally) -> None:
-    shelf = draw(st.sampled_from(shelves(where)))
+    (shelf,) = together(draw, where, shelves(where), most=5)
     pids, ids = some_pids(draw, where, shelf.N)
     own = ids is not None and len(ids) > 0 and draw(st.booleans())
     base = unit_query(draw, where, shelf)
@@ -382,7 +384,7 @@ def score_pids(draw: Draw, where: Where, tally: Tally) -> None:
 
 def search_batch(draw: Draw, where: Where, tally: Tally) -> None:
     """Equal to searching one by one, which ``search`` judges."""
-    shelf = draw(st.sampled_from(shelves(where)))
+    (shelf,) = together(draw, where, shelves(where), most=5)
     base, p = unit_query(draw, where, shelf), some_params(draw, where, shelf)
     B = draw(st.sampled_from((0, 1, 2) if where.name == "interpreter" else (0, 1, 2, 3)))
     Q = held(draw, where, torch.stack([base.roll(i, 0) for i in range(B)]) if B else base.new_zeros(0, *base.shape))
@@ -403,7 +405,7 @@ def search_batch(draw: Draw, where: Where, tally: Tally) -> None:
 
 
 def engine_candidates(draw: Draw, where: Where, tally: Tally) -> None:
-    shelf = draw(st.sampled_from(shelves(where)))
+    (shelf,) = together(draw, where, shelves(where), most=5)
     Q = held(draw, where, unit_query(draw, where, shelf))
     ncells = draw(st.sampled_from((1, min(2, shelf.C), shelf.C)))
     call = Call(shelf.engine.candidates, {"Q": Q, "ncells": ncells})
@@ -455,14 +457,23 @@ FIELDS: dict[str, tuple[Any, ...]] = {
 
 def config_of(draw: Draw, where: Where) -> SimpleNamespace:
     few = where.name != "cpu"
-    mode = draw(st.sampled_from(MODES))
+    mode, codec, ncells, threshold, ndocs, query_maxlen = together(
+        draw,
+        where,
+        MODES,
+        ("residual", "dense"),
+        (1,) if few else (None, 1, 2),
+        (0.3,) if few else (None, 0.2, 0.5),
+        (32,) if few else (None, 0, 3, 4, 32, 10**9),
+        (32,) if few else (32, 4, 1, 10**6),
+    )
     return SimpleNamespace(
         scorer="tilemaxsim",
-        scorer_options={"mode": mode, "codec": draw(st.sampled_from(("residual", "dense")))},
-        ncells=draw(st.sampled_from((1,) if few else (None, 1, 2))),
-        centroid_score_threshold=draw(st.sampled_from((0.3,) if few else (None, 0.2, 0.5))),
-        ndocs=draw(st.sampled_from((32,) if few else (None, 0, 3, 4, 32, 10**9))),
-        query_maxlen=draw(st.sampled_from((32,) if few else (32, 4, 1, 10**6))),
+        scorer_options={"mode": mode, "codec": codec},
+        ncells=ncells,
+        centroid_score_threshold=threshold,
+        ndocs=ndocs,
+        query_maxlen=query_maxlen,
         interaction="colbert",
         total_visible_gpus=int(where.on_gpu),
     )

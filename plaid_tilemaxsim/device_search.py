@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -106,12 +107,13 @@ class _Recording:
 class DeviceSearch:
     """Replays recorded searches over one resident index. One search at a time: callers wait on a lock.
 
-    pin_answers: whether answers are to end in host memory, or stay on the device for a caller of ``launch``.
+    most_pinned: words of one query's answer that end in host memory too; a longer one stays on the device, for a caller
+    of ``launch``.
     """
 
-    def __init__(self, index: ResidentIndex, pin_answers: bool = True) -> None:
+    def __init__(self, index: ResidentIndex, most_pinned: int = sys.maxsize) -> None:
         self.index = index
-        self._pins_answers = pin_answers
+        self._most_pinned = most_pinned
         self.device = index.device
         self._turns = Turns(index.device)
         self._cmax = float(index.centroids.float().norm(dim=1).max()) if index.num_centroids else 0.0
@@ -133,10 +135,10 @@ class DeviceSearch:
             try:
                 yield
             except BaseException as error:
-                self._clean_after(error)
+                self.clean_after(error)
                 raise
 
-    def _clean_after(self, error: BaseException) -> None:
+    def clean_after(self, error: BaseException) -> None:
         """Leaves the buffers as the next search expects them; raises from ``error`` what says more than it does."""
         try:
             if self._on_gpu:
@@ -251,6 +253,16 @@ class DeviceSearch:
             left: Tensor = rec.replay()
             return left
 
+    def prepared(self, kind: str, lq: int, params: SearchParams) -> _Recording:
+        """The recording of one query in host memory, for the only caller there is: he replays it without a turn, from
+        ``pinned_Q``, on a stream that ``yield_to`` has wait for what ran here before."""
+        with self._turn():
+            return self._recording(kind, lq, params, on_host=True)
+
+    def yield_to(self, stream: torch.cuda.Stream) -> None:
+        """For what ``prepared`` gave."""
+        self._turns.pass_to(stream)
+
     def score(self, Q: Tensor, pids: Tensor) -> Tensor:
         """fp32 [n] on the device: exact scores in the order of ``pids`` (int32 on the device).
 
@@ -343,9 +355,7 @@ class DeviceSearch:
                 self._load(rec, Q[first : first + lanes], pids=pids, allow=allow)
                 rounds.append(rec.replay().clone())  # int32 [lanes, 1 + columns * k]
             rows = torch.cat(rounds)[: len(Q)].cpu()
-        counts, parts = rows[:, 0].tolist(), rows[:, 1:].unflatten(1, (columns, -1))
-        found = ([row[:n].clone() for row in part] for part, n in zip(parts, counts, strict=True))
-        return [[first, *(row.view(torch.float32) for row in rest)] for first, *rest in found]
+        return unpacked(rows, columns)
 
     def _load(self, rec: _Recording, Q: Tensor, pids: Tensor | None = None, allow: Tensor | None = None) -> None:
         if rec.pinned_Q is not None:
@@ -456,8 +466,8 @@ class DeviceSearch:
             rec.pinned_Q = torch.empty(Q.shape, pin_memory=True)
             if count is not None:
                 rec.pinned_count = torch.ones(1, dtype=torch.int32, pin_memory=True)
-        if packs and self._pins_answers and lanes == 1:
-            rec.pinned = torch.empty(rec.output.shape, dtype=rec.output.dtype, pin_memory=True)
+        if packs and lanes == 1 and rec.output.numel() <= self._most_pinned:
+            rec.pinned = torch.zeros(rec.output.shape, dtype=rec.output.dtype, pin_memory=True)
         try:
             with recording(self.device, self._pool) as graph:
                 if rec.pinned_Q is not None:
@@ -518,6 +528,18 @@ def _packed_shard(pids: Pids, scores: list[Tensor]) -> Tensor:
     if count is None:
         count = torch.full((1,), pids.pids.numel(), dtype=torch.int32, device=pids.pids.device)
     return torch.cat([count, pids.pids, *(column.view(torch.int32) for column in scores)])
+
+
+def unpacked(rows: Tensor, columns: int) -> list[list[Tensor]]:
+    """Of every row of int32 [B, 1 + columns * cap] on the host: pids int32 [n], then fp32 [n] of the other columns.
+
+    Of one copy, so that a batch takes a few operations in all: several a query are most of what the host does.
+    """
+    counts = rows[:, 0].tolist()
+    most = max(counts, default=0)
+    pids, *rest = rows[:, 1:].unflatten(1, (columns, -1))[:, :, :most].clone().unbind(1)
+    found = zip(pids.unbind(), *(column.view(torch.float32).unbind() for column in rest), strict=True)
+    return [list(one) if n == most else [column[:n] for column in one] for n, one in zip(counts, found, strict=True)]
 
 
 def _most_lanes(queries: int) -> int:

@@ -74,8 +74,11 @@ class Turns:
                 return
             here = torch.cuda.current_device() == self.device.index
             with contextlib.nullcontext() if here else torch.cuda.device(self.device):
-                stream = torch.cuda.current_stream()
-                if self._last is not None and self._last != stream:
-                    stream.wait_stream(self._last)
-                self._last = stream
+                self.pass_to(torch.cuda.current_stream())
                 yield
+
+    def pass_to(self, stream: torch.cuda.Stream) -> None:
+        """The work on ``stream`` from here on comes after that of the caller before. Not beside another caller."""
+        if self._last is not None and self._last != stream:
+            stream.wait_stream(self._last)
+        self._last = stream

@@ -9,14 +9,17 @@ would (``funnel.run_shard``), scores all of these, and sends pids and scores, so
 There the cuts are made as one device makes them. That is the only exchange, nothing waits for the host, and what it
 costs is up to four times as many exact scores, of a few thousand passages at most with stock's parameters; where
 reading them takes long, a shard leaves out those that it can tell no merge will keep.
-One host thread launches everything: a CUDA graph a device, the copies, the graph of the merge, and one wait.
+One host thread launches everything: a CUDA graph a device, the copies, the graph of the merge, and one wait. For one
+query in host memory these are all the launches there are: the shards' graphs fetch it from pinned memory and leave
+their rows there, the merge's graph fetches those. A copy from device to device would be another launch, waits on both
+streams, and depends on how the devices are linked.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +35,14 @@ from plaid_tilemaxsim.index.shards import ShardedIndex
 from plaid_tilemaxsim.merge import Survivors, merge
 
 if TYPE_CHECKING:
-    from plaid_tilemaxsim.device_search import DeviceSearch
+    from plaid_tilemaxsim.device_search import DeviceSearch, _Recording
     from plaid_tilemaxsim.exact import ExactScorer
     from plaid_tilemaxsim.stats import Watch
 
+Answer = tuple[Tensor, Tensor]
 MAX_MERGES = 64
+# Words of a shard's row that go through host memory; where it is longer, the devices' link is worth more launches.
+MOST_PINNED = 1 << 18
 
 
 class ShardedEngine(SearchEngine):
@@ -249,10 +255,10 @@ class HostShards(Shards):
         return engine._all_candidates(Q, params, allow)
 
 
-def _on_device(index: ResidentIndex) -> DeviceSearch:
+def _on_device(index: ResidentIndex, most_pinned: int) -> DeviceSearch:
     from plaid_tilemaxsim.device_search import DeviceSearch
 
-    return DeviceSearch(index, pin_answers=False)
+    return DeviceSearch(index, most_pinned)
 
 
 @dataclass
@@ -273,17 +279,27 @@ class _Merge:
         return self.packed
 
 
+@dataclass
+class _Plan:
+    """One query in host memory: every shard's graph, the events after them, and a merge that fetches their rows."""
+
+    recordings: list[_Recording]
+    done: list[torch.cuda.Event]
+    merging: _Merge
+
+
 class DeviceShards(Shards):
     """Shards on GPUs (or in Triton's interpreter). One search at a time: callers wait on a lock."""
 
     def __init__(self, index: ShardedIndex) -> None:
         super().__init__(index)
-        self._shards = [_on_device(shard) for shard in index.shards]
+        self._shards = [_on_device(shard, MOST_PINNED if s else 0) for s, shard in enumerate(index.shards)]
         self._turns = Turns(self.device)
         self._on_gpu = self.device.type == "cuda"
         self._streams = [torch.cuda.Stream(shard.device) for shard in index.shards] if self._on_gpu else []
         self._records = all(shard.records for shard in self._shards)
         self._merges: OrderedDict[tuple[Any, ...], _Merge] = OrderedDict()
+        self._plans: OrderedDict[tuple[Any, ...], _Plan | None] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
 
     def exact_scorer(self, shard: int) -> ExactScorer:
@@ -296,7 +312,7 @@ class DeviceShards(Shards):
             for shard in self._shards:
                 for stage, ms in shard.profile(Q, params).items():
                     spent[stage] = max(spent.get(stage, 0.0), ms)
-            self.search(Q, params)
+            self.search(Q.to(self.device), params)
             merging = next(reversed(self._merges.values()))
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -310,6 +326,7 @@ class DeviceShards(Shards):
     def make_room(self) -> None:
         with self._turn():
             self._merges.clear()
+            self._plans.clear()
             if self._on_gpu:
                 self._pool = torch.cuda.graph_pool_handle()
             for shard in self._shards:
@@ -318,6 +335,7 @@ class DeviceShards(Shards):
     def close(self) -> None:
         with self._turns.take():
             self._merges.clear()
+            self._plans.clear()
             for shard in self._shards:
                 shard.close()
             super().close()
@@ -325,11 +343,14 @@ class DeviceShards(Shards):
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
         """All devices for one caller, after the work of the caller before."""
+        if self._on_gpu:
+            faults.check_fork()
         with self._turns.take():
             try:
                 yield
             except BaseException as error:
-                for stream in self._streams:  # what is under way reads buffers that the next search writes
+                mergers = [torch.cuda.current_stream()] if self._on_gpu else []
+                for stream in [*self._streams, *mergers]:  # what is under way reads buffers that the next search writes
                     try:
                         stream.synchronize()
                     except RuntimeError as lost:
@@ -370,6 +391,10 @@ class DeviceShards(Shards):
         if len(keeps) > 1:
             kind = "shard" if lists is None else "shard of candidates"
         with self._turn():
+            if self._records and len(Q) == 1 and Q.device.type == "cpu" and lists is None and allow is None:
+                plan = self._plan(kind, Q.size(1), params, keeps)
+                if plan is not None:
+                    return self._planned(plan, Q)
             lanes = 1 if len(Q) == 1 else min(shard.batch_lanes(Q.size(1), len(Q)) for shard in self._shards)
             on_host = self._records and lanes == len(Q) == 1 and Q.device.type == "cpu"
             Q, masks = self._reachable(Q), self._slices(allow)
@@ -403,7 +428,64 @@ class DeviceShards(Shards):
                 else:
                     torch.cuda.current_stream().synchronize()
                     rounds.append(merging.pinned)
-            return [_unpacked(row) for row in torch.cat(rounds)[: len(Q)].cpu()]
+            return _answers(torch.cat(rounds)[: len(Q)].cpu())
+
+    def _planned(self, plan: _Plan, Q: Tensor, mark: Callable[[str], None] = lambda step: None) -> list[Answer]:
+        """mark: called after every step, with its name."""
+        before = [torch.cuda.current_stream(stream.device) for stream in reversed(self._streams)]
+        last = len(self._streams) - 1
+        mark("enter")
+        try:
+            for s in range(last, -1, -1):  # the others' rows have a way to go
+                recording, stream = plan.recordings[s], self._streams[s]
+                assert recording.pinned_Q is not None
+                recording.pinned_Q.copy_(Q)
+                self._shards[s].yield_to(stream)
+                torch.cuda.set_stream(stream)  # and its device
+                mark("query")
+                recording.replay()
+                mark(f"launch {s}")
+                if s:
+                    plan.done[s].record(stream)
+            here = self._streams[0]
+            for done in plan.done[1:]:
+                here.wait_event(done)
+            mark("join")
+            plan.merging.replay()
+            mark("launch merge")
+            here.synchronize()
+            mark("wait")
+        except BaseException as error:
+            for shard in self._shards:
+                shard.clean_after(error)
+            raise
+        finally:
+            for stream in before:
+                torch.cuda.set_stream(stream)
+        assert plan.merging.pinned is not None
+        found = _answers(plan.merging.pinned)
+        mark("leave")
+        return found
+
+    def _plan(self, kind: str, lq: int, params: SearchParams, keeps: list[int | None]) -> _Plan | None:
+        """None for rows that are too long."""
+        key = kind, lq, params
+        plan = self._plans.get(key)
+        if plan is not None:
+            self._plans.move_to_end(key)
+            return plan
+        if key in self._plans:
+            return None
+        with torch.inference_mode(False), torch.no_grad():
+            found = [shard.prepared(kind, lq, params) for shard in self._shards]
+            rows = [found[0].output, *(one.pinned for one in found[1:])]
+            if all(row is not None for row in rows):
+                merging = self._record_merge(1, keeps, tuple(row.size(1) for row in rows), rows)
+                plan = _Plan(found, [torch.cuda.Event() for _ in found], merging)
+        self._plans[key] = plan
+        if len(self._plans) > MAX_MERGES:
+            self._plans.popitem(last=False)
+        return plan
 
     def _merge(self, lanes: int, keeps: list[int | None], widths: tuple[int, ...]) -> _Merge:
         """That of shards whose rows have these widths, 0 for a shard without passages to look at."""
@@ -418,7 +500,10 @@ class DeviceShards(Shards):
             self._merges.popitem(last=False)
         return merging
 
-    def _record_merge(self, lanes: int, keeps: list[int | None], widths: tuple[int, ...]) -> _Merge:
+    def _record_merge(
+        self, lanes: int, keeps: list[int | None], widths: tuple[int, ...], sources: Sequence[Tensor] = ()
+    ) -> _Merge:
+        """sources: where the graph fetches the parts from, if it is to."""
         from plaid_tilemaxsim.ops import merge_kernel
 
         columns = 1 + len(keeps)
@@ -433,6 +518,8 @@ class DeviceShards(Shards):
         placed = torch.tensor(table, dtype=torch.int64, device=self.device)
 
         def run() -> Tensor:
+            for part, source in zip(parts, sources):
+                part.copy_(source, non_blocking=True)
             return merge_kernel.merge(rows, placed, most, keeps, lanes)
 
         merging = _Merge(parts, run, run())  # compiles the kernels
@@ -483,7 +570,8 @@ def _keeps(params: SearchParams) -> list[int | None]:
     return [params.k]
 
 
-def _unpacked(row: Tensor) -> tuple[Tensor, Tensor]:
-    """(pids int32 [n], scores fp32 [n]) of int32 [1 + 2 k] on the host."""
-    k, n = (row.numel() - 1) // 2, int(row[0])
-    return row[1 : 1 + n].clone(), row[1 + k : 1 + k + n].view(torch.float32).clone()
+def _answers(rows: Tensor) -> list[Answer]:
+    """(pids int32 [n], scores fp32 [n]) of every row of int32 [B, 1 + 2 k] on the host."""
+    from plaid_tilemaxsim.device_search import unpacked
+
+    return [(pids, scores) for pids, scores in unpacked(rows, 2)]

@@ -6,6 +6,7 @@ Without a GPU the CPU stands in for all devices, with one it does: its shards ha
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import threading
@@ -494,7 +495,75 @@ def test_a_lost_device_is_named(index: PlaidIndex, queries: Tensor, monkeypatch:
     monkeypatch.setattr(shards, "_streams", [*shards._streams, Lost()])
     monkeypatch.setattr(shards, "_join", Lost().synchronize)
     with pytest.raises(RuntimeError, match="cuda:1: expected it to answer, got RuntimeError: CUDA error"):
-        several.search(queries[0], MODES[0])
+        several.search(queries[0].to(DEVICE), MODES[0])
+
+
+class Graph:
+    """Of a replay, what a CUDA graph does."""
+
+    def __init__(self, replay: Any) -> None:
+        self.replay = replay
+
+
+@pytest.mark.parametrize("params", [MODES[0], MODES[5]], ids=str)
+def test_one_query_takes_a_graph_a_shard_and_one_more(
+    index: PlaidIndex, queries: Tensor, params: SearchParams, monkeypatch: Any
+) -> None:
+    """On the CPU by stand-ins for streams, events and graphs: who waits for whom, and what flows."""
+    if ON_GPU:
+        pytest.skip("here real ones do")
+    one, several = engines(index, "triton", 2)
+    shards, log = several._device_search, []
+
+    class Stream:
+        device = torch.device(DEVICE)
+
+        def __init__(self, name: str) -> None:
+            self.wait_event = lambda event: log.append(f"{name} waits for {event.stream.name}")
+            self.synchronize = lambda: log.append(f"host waits for {name}")
+            self.name = name
+
+    class Event:
+        def record(self, stream: Stream) -> None:
+            self.stream = stream
+
+    def prepared(shard: Any, name: str, kind: str, lq: int, params: SearchParams) -> Any:
+        rec = shard._recording(kind, lq, params)
+        host = dataclasses.replace(rec, pinned_Q=torch.zeros_like(rec.Q), pinned=torch.zeros_like(rec.output))
+
+        def replay() -> None:
+            log.append(f"{current[-1].name} runs {name}")
+            rec.Q.copy_(host.pinned_Q)
+            for left in (host.output, host.pinned):
+                left.copy_(rec.run())
+
+        host.graph = Graph(replay)  # type: ignore[assignment]
+        return host
+
+    def record_merge(*args: Any) -> Any:
+        merging = real(*args)
+        merging.pinned = torch.zeros_like(merging.packed)
+        merging.graph = Graph(lambda: log.append("merge") or merging.pinned.copy_(merging.run()))
+        return merging
+
+    real, current = shards._record_merge, [Stream("the caller's")]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(torch.cuda, "set_stream", current.append)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(shards, "_record_merge", record_merge)
+    monkeypatch.setattr(shards, "_records", True)
+    monkeypatch.setattr(shards, "_streams", [Stream("0"), Stream("1")])
+    for s, shard in enumerate(shards._shards):
+        monkeypatch.setattr(shard, "prepared", functools.partial(prepared, shard, f"shard {s}"))
+        monkeypatch.setattr(shard, "yield_to", lambda stream: None)
+    for q in queries[:2]:
+        log.clear()
+        assert same(several.search(q, params), one.search(q, params))
+        assert log == ["1 runs shard 1", "0 runs shard 0", "0 waits for 1", "merge", "host waits for 0"]
+        assert current[-1].name == "the caller's"
+    assert len(shards._plans) == 1
+    several.close()
+    assert not shards._plans
 
 
 @pytest.fixture(scope="module")

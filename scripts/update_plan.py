@@ -124,7 +124,22 @@ def cluster() -> str:
     )
 
 
+def gpus() -> str:
+    f = update_readme.load("h200_x2")["figures"]
+    rows = [("plaid, k = 10", "plaid_k10"), ("plaid, k = 100", "plaid_k100"), ("plaid, k = 1000", "plaid_k1000"),
+            ("rerank", "rerank"), ("exhaustive", "exhaustive"), ("exhaustive, prefilter", "prefilter")]  # fmt: skip
+    lines = ["| 8,841,823 passages, ms | one H200 | two | |", "|---|---|---|---|"]
+    for name, key in rows:
+        one, two = f[f"{key}_p50_ms_one"], f[f"{key}_p50_ms_shards"]
+        lines.append(f"| {name} | {one:.2f} | {two:.2f} | {one / two:.2f}x |")
+    one = f["batch_qps_one"]
+    for name, key in (("shards", "batch_qps_shards"), ("replicas", "batch_qps_replicas")):
+        lines.append(f"| batches, queries/s, {name} | {one:,.0f} | {f[key]:,.0f} | {f[key] / one:.2f}x |")
+    return "\n".join(lines)
+
+
 TABLES = {
+    "gpus": gpus,
     "cluster": cluster,
     "model": model,
     "billion": planned,

@@ -74,17 +74,17 @@ def indices(values: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(values).to(device)
 
 
-_ordered: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, ...], Tensor]] = {}
+_ordered: dict[tuple[int, tuple[int, ...]], tuple[weakref.ref[Tensor], int, Tensor]] = {}
 
 
 def ordered_centroids(centroids: Tensor, order: tuple[int, ...]) -> Tensor:
     """Centroids fp16 [C, DIM], dimensions in ``order``; made once for a tensor and kept as long as it lives."""
-    key, version = id(centroids), centroids._version
+    key, version = (id(centroids), order), centroids._version
     held = _ordered.get(key)
-    if held is not None and held[0]() is centroids and held[1:3] == (version, order):
-        return held[3]
+    if held is not None and held[0]() is centroids and held[1] == version:
+        return held[2]
     ordered = centroids[:, indices(order, centroids.device)]
-    _ordered[key] = (weakref.ref(centroids, lambda _: _ordered.pop(key, None)), version, order, ordered)
+    _ordered[key] = (weakref.ref(centroids, lambda _: _ordered.pop(key, None)), version, ordered)
     return ordered
 
 

@@ -82,13 +82,15 @@ def test_the_torch_path_loops():
 def test_ordered_centroids_follow_their_tensor():
     centroids, order = torch.randn(5, 64).half(), k_order(2, 64)
     first = residual_batch_kernel.ordered_centroids(centroids, order)
+    other = residual_batch_kernel.ordered_centroids(centroids, tuple(range(64)))
     assert residual_batch_kernel.ordered_centroids(centroids, order) is first
     assert torch.equal(first, centroids[:, list(order)])
+    assert torch.equal(other, centroids)
     centroids.mul_(2)
     assert torch.equal(residual_batch_kernel.ordered_centroids(centroids, order), first * 2)
     held = len(residual_batch_kernel._ordered)
     del centroids
-    assert len(residual_batch_kernel._ordered) == held - 1
+    assert len(residual_batch_kernel._ordered) == held - 2
 
 
 @no_gpu

@@ -3,8 +3,9 @@
     python scripts/sanitize.py [--out eval/results/h200_sanitizer.json] [--tools memcheck,racecheck] [--jobs 8]
 
 Parts of sanitize_driver.py run side by side: once without the tool, which compiles the kernels and compares them with
-the oracle, then under it. Exits 1 when a comparison fails, a tool reports anything, or a kernel of the package was not
-launched. Needs compute-sanitizer, which comes with CUDA, and takes two to four minutes on an H200.
+the oracle, then under each, from the cache of that. The result is written after every run, so that one cut off shows
+what has passed. Exits 1 when a comparison fails, a tool reports anything, or a kernel of the package was not launched.
+Needs compute-sanitizer, which comes with CUDA.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,7 @@ def reported(tool: str, output: str) -> int | None:
 def run_part(tool: str | None, part: str, sanitizer: str, limit: float) -> dict[str, Any]:
     """One part of the driver, under ``tool`` or without: what it launched, what was reported, what it printed."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("sanitize_driver.py")), part]
-    environment = dict(os.environ)
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ  # there are other processes
     if tool is not None:
         command = [sanitizer, "--tool", tool, "--print-limit", "20", *command]
     if tool == "memcheck":
@@ -96,6 +98,46 @@ def run_part(tool: str | None, part: str, sanitizer: str, limit: float) -> dict[
     return row
 
 
+def runs(
+    tools: Sequence[str], parts: Sequence[str], sanitizer: str, limit: float, jobs: int
+) -> Iterator[dict[str, Any]]:
+    """Rows of every part without a tool and, where that has passed, under each, as they end."""
+    with ThreadPoolExecutor(jobs) as pool:
+        going = {pool.submit(run_part, None, part, sanitizer, limit) for part in parts}
+        while going:
+            done, going = wait(going, return_when=FIRST_COMPLETED)
+            for row in (future.result() for future in done):
+                if row["tool"] is None and row["passed"]:  # what is wrong without the tool is not looked at with it
+                    going |= {pool.submit(run_part, tool, row["part"], sanitizer, limit) for tool in tools}
+                yield row
+
+
+def result_of(rows: Sequence[dict[str, Any]], tools: Sequence[str], parts: Sequence[str]) -> dict[str, Any]:
+    """What the runs so far came to; correct only when all runs of all parts under all tools have passed."""
+    problems, launches, errors = [], Counter[str](), Counter[str]()
+    for row in rows:
+        if not row["passed"]:
+            problems.append(f"{row['part']} {row['tool'] or 'alone'}: {row['errors']} reported; see the log")
+        if row["tool"] is None:
+            launches.update(row["launches"])
+        else:
+            # a run that ended without the tool's summary has not been checked
+            errors[row["tool"]] += 1 if row["errors"] is None else row["errors"]
+    ended = {(row["tool"], row["part"]) for row in rows}
+    left = [f"{part} {tool or 'alone'}" for tool in (None, *tools) for part in parts if (tool, part) not in ended]
+    every = len(parts) == len(sanitize_driver.PARTS)
+    if every and all((None, part) in ended for part in parts):
+        problems += [f"{name}: not launched" for name in sorted(kernels() - launches.keys())]
+    return {
+        "correct": not problems and not left and every and set(tools) == set(TOOLS),
+        "problems": problems,
+        "not_run": left,
+        "figures": {f"{tool}_errors": errors[tool] for tool in tools} | {"kernels": len(launches)},
+        "launches": dict(sorted(launches.items())),
+        "rows": [{key: row[key] for key in ("tool", "part", "seconds", "errors", "passed")} for row in rows],
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "eval/results/h200_sanitizer.json")
@@ -113,46 +155,22 @@ def main() -> int:
         print(f"sanitize: expected a CUDA device and compute-sanitizer, got {sanitizer}", file=sys.stderr)
         return 2
 
-    problems: list[str] = []
-    launches: Counter[str] = Counter()
-    errors: Counter[str] = Counter()
-    rows = []
-    for tool in (None, *tools):
-        with ThreadPoolExecutor(args.jobs) as pool:
-            done = list(pool.map(lambda part, tool=tool: run_part(tool, part, sanitizer, args.limit), parts))
-        for row in done:
-            output = row.pop("output")
-            name = f"{row['part']} {tool or 'alone'}"
-            if not row["passed"]:
-                problems.append(f"{name}: {row['errors']} reported; see the log")
-                print(output[:2000], "\n...\n", output[-4000:], flush=True)
-            if tool is None:
-                launches.update(row["launches"])
-            else:
-                # a run that ended without the tool's summary has not been checked
-                errors[tool] += 1 if row["errors"] is None else row["errors"]
-            row.pop("launches")
-            rows.append(row)
-        if problems and tool is None:
-            break  # what is wrong without the tool need not be looked at with it
-    missing = sorted(kernels() - launches.keys()) if len(parts) == len(sanitize_driver.PARTS) else []
-    problems += [f"{name}: not launched" for name in missing]
-    complete = set(tools) == set(TOOLS) and len(parts) == len(sanitize_driver.PARTS)
     version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout
-    result = {
-        "correct": not problems and complete,
-        "problems": problems,
-        "figures": {f"{tool}_errors": errors[tool] for tool in tools} | {"kernels": len(launches)},
-        "launches": dict(sorted(launches.items())),
-        "rows": rows,
+    about = {
         "gpu": torch.cuda.get_device_name(),
         "versions": versions("torch", "triton") | {"compute-sanitizer": version.rpartition("Version ")[2].strip()},
         "commit": args.commit or commit(),
         "command": "python " + " ".join(["scripts/sanitize.py", *sys.argv[1:]]),
     }
-    write_text(args.out, json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result["figures"]), "problems:", problems)
-    return 1 if problems else 0
+    rows: list[dict[str, Any]] = []
+    for row in runs(tools, parts, sanitizer, args.limit, args.jobs):
+        if not row["passed"]:
+            print(row["output"][:2000], "\n...\n", row["output"][-4000:], flush=True)
+        rows.append(row)
+        result = result_of(rows, tools, parts) | about
+        write_text(args.out, json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result["figures"]), "problems:", result["problems"])
+    return 1 if result["problems"] else 0
 
 
 if __name__ == "__main__":

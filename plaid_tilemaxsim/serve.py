@@ -500,7 +500,10 @@ def serve(load: Callable[[], FastAPI], host: str, port: int, *, shutdown_seconds
         timeout_graceful_shutdown=math.ceil(shutdown_seconds),
     )  # fmt: skip
     server = _Server(config)
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise OSError(f"host: expected a name or an address of this machine, got {host} ({error.strerror})") from None
     # With the protocol named, asyncio sends small parts at once (TCP_NODELAY); without, answers wait for an ACK: 40 ms.
     with socket.socket(family, kind, protocol) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

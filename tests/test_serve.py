@@ -581,6 +581,10 @@ class TestCommand:
                     ["nowhere", "--port", port],
                     f"expected one that can be had on 127.0.0.1, got {port} (Address already",
                 ),
+                (
+                    ["nowhere", "--host", "nowhere.invalid"],
+                    "host: expected a name or an address of this machine, got nowhere",
+                ),
                 ([str(index), "--max-wait-ms", "inf"], "max_wait_ms: expected at most 60000, got inf"),
             ):
                 assert cli.main(["serve", *arguments]) == 2

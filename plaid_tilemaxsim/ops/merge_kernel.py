@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 128  # entries whose keys one program writes
-BLOCK_I = 32
+BLOCK_I = 16
 BLOCK_J = 256
 LIMIT = 8192  # entries that are placed by counting
 _NONE = tl.constexpr(-9223372036854775808)  # below the key of every score, -inf included
@@ -99,13 +99,21 @@ def _place_kernel(
     place = i
     if not SORTED:
         key = tl.load(keys_ptr + lane * n + i, mask=i < n, other=_NONE)
-        place = tl.zeros([BLOCK_I], dtype=tl.int32)
-        for at in range(0, n, BLOCK_J):
+        # Equal are the keys of no passage and of a pid that was given twice: of these the earlier is ahead. Only in the
+        # block that holds entry i does that take a comparison more. [BLOCK_I, BLOCK_J] throughout: one sum at the end.
+        diagonal = tl.program_id(0) * BLOCK_I // BLOCK_J * BLOCK_J
+        j = diagonal + tl.arange(0, BLOCK_J)
+        other = tl.load(keys_ptr + lane * n + j, mask=j < n, other=_NONE)
+        earlier = (other[None, :] == key[:, None]) & (j[None, :] < i[:, None])
+        ahead = ((other[None, :] > key[:, None]) | earlier).to(tl.int32)
+        for at in range(0, diagonal, BLOCK_J):
+            other = tl.load(keys_ptr + lane * n + at + tl.arange(0, BLOCK_J))
+            ahead += (other[None, :] >= key[:, None]).to(tl.int32)
+        for at in range(diagonal + BLOCK_J, n, BLOCK_J):
             j = at + tl.arange(0, BLOCK_J)
             other = tl.load(keys_ptr + lane * n + j, mask=j < n, other=_NONE)
-            # [BLOCK_I, BLOCK_J]; equal are the keys of no passage and of a pid that was given twice
-            earlier = (other[None, :] == key[:, None]) & (j[None, :] < i[:, None])
-            place += tl.sum(((other[None, :] > key[:, None]) | earlier).to(tl.int32), 1)
+            ahead += (other[None, :] > key[:, None]).to(tl.int32)
+        place = tl.sum(ahead, 1)
     packed_ptr += lane * (1 + 2 * room)
     _emit(
         rows_ptr, table_ptr, next_keys_ptr + lane * room, next_ids_ptr + lane * room, packed_ptr, id, place,
@@ -124,16 +132,15 @@ def _plausible_kernel(
     pid = tl.load(pids_ptr + i, mask=i < count, other=0)
     first = _key(tl.load(first_ptr + i, mask=i < count, other=0.0), pid)
     second = _key(tl.load(second_ptr + i, mask=i < count, other=0.0), pid)
-    ahead = tl.zeros([BLOCK_I], dtype=tl.int32)
+    ahead = tl.zeros([BLOCK_I, BLOCK_J], dtype=tl.int32)
     for at in range(0, count, BLOCK_J):
         j = at + tl.arange(0, BLOCK_J)
         other = tl.load(pids_ptr + j, mask=j < count, other=0)
-        other_first = _key(tl.load(first_ptr + j, mask=j < count, other=0.0), other)
+        other_first = tl.where(j < count, _key(tl.load(first_ptr + j, mask=j < count, other=0.0), other), _NONE)
         other_second = _key(tl.load(second_ptr + j, mask=j < count, other=0.0), other)
-        # [BLOCK_I, BLOCK_J]
         both = (other_first[None, :] > first[:, None]) & (other_second[None, :] > second[:, None])
-        ahead += tl.sum((both & (j < count)[None, :]).to(tl.int32), 1)
-    tl.store(flags_ptr + i, ((ahead < keep) & (i < count)).to(tl.int32), mask=i < n)
+        ahead += both.to(tl.int32)
+    tl.store(flags_ptr + i, ((tl.sum(ahead, 1) < keep) & (i < count)).to(tl.int32), mask=i < n)
 
 
 def plausible(

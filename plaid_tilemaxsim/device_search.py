@@ -533,8 +533,13 @@ def _packed_shard(pids: Pids, scores: list[Tensor]) -> Tensor:
 def unpacked(rows: Tensor, columns: int) -> list[list[Tensor]]:
     """Of every row of int32 [B, 1 + columns * cap] on the host: pids int32 [n], then fp32 [n] of the other columns.
 
-    Of one copy, so that a batch takes a few operations in all: several a query are most of what the host does.
+    A batch's are of one copy: several operations a query would be most of what the host does.
     """
+    if len(rows) == 1:
+        row = rows[0]
+        n, cap = int(row[0]), (row.numel() - 1) // columns
+        first, *others = (row[at : at + n].clone() for at in range(1, row.numel(), cap))
+        return [[first, *(column.view(torch.float32) for column in others)]]
     counts = rows[:, 0].tolist()
     most = max(counts, default=0)
     pids, *rest = rows[:, 1:].unflatten(1, (columns, -1))[:, :, :most].clone().unbind(1)

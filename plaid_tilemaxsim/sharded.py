@@ -442,7 +442,7 @@ class DeviceShards(Shards):
                 recording.pinned_Q.copy_(Q)
                 self._shards[s].yield_to(stream)
                 torch.cuda.set_stream(stream)  # and its device
-                mark("query")
+                mark(f"query {s}")
                 recording.replay()
                 mark(f"launch {s}")
                 if s:

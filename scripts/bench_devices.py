@@ -10,6 +10,10 @@ and if the same check rejects the answers of another query. Figures:
     exhaustive_scaling   median of a scan of the whole index on one device over that on all
     batch_scaling        queries a second of batches over replicas, one a device, over those on one device
 
+The detail says where a sharded search in mode plaid spends its time: ``host_us``, microseconds of the host between the
+steps of one search; ``device_us``, each graph by itself on its device, launched before it may start; ``alone_us``, each
+launched and waited for by itself. Likewise ``launch`` of a batch, in milliseconds, on one device and on all at once.
+
 With one GPU, ``--devices 0,0`` checks the same code: two shards, and two replicas, on that GPU.
 """
 
@@ -21,6 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +36,12 @@ from torch import Tensor
 
 from eval.latency import summary
 from plaid_tilemaxsim.config import ScorerConfig
+from plaid_tilemaxsim.device_search import unpacked
 from plaid_tilemaxsim.engine import SearchEngine, SearchParams, with_defaults
 from plaid_tilemaxsim.index.files import read_index
 from plaid_tilemaxsim.index.resident import load_resident
 from plaid_tilemaxsim.replicas import Replicas, build_engine, resolve_devices
+from plaid_tilemaxsim.sharded import _keeps
 from scripts.ab_latency import conclude, described, recorded, timed
 
 Answer = tuple[Tensor, Tensor]
@@ -87,6 +94,65 @@ def in_turns(engines: dict[str, SearchEngine], work: Any, repeats: int) -> dict[
     return times
 
 
+def on_device(graph: Any, stream: torch.cuda.Stream, repeats: int = 20) -> dict[str, float]:
+    """Microseconds of a replay: on the device, on the host until it has been launched, and until it is done."""
+    spent: dict[str, list[float]] = {"device": [], "enqueue": [], "alone": []}
+    with torch.cuda.stream(stream):
+        for _ in range(repeats):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(2_000_000)  # about a millisecond, so that what follows is there when it ends
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            spent["device"].append(begin.elapsed_time(end) * 1e3)
+            began = time.perf_counter()
+            graph.replay()
+            spent["enqueue"].append((time.perf_counter() - began) * 1e6)
+            stream.synchronize()
+            spent["alone"].append((time.perf_counter() - began) * 1e6)
+    return {name: statistics.median(us) for name, us in spent.items()}
+
+
+def breakdown(several: SearchEngine, queries: Tensor, params: SearchParams) -> dict[str, dict[str, float]]:
+    """Medians in microseconds of one search over shards; nothing where it takes other ways than a graph a shard."""
+    shards: Any = several._device_search
+    keeps = _keeps(params)
+    steps: dict[str, list[float]] = {}
+    last = 0.0
+
+    def mark(step: str) -> None:
+        nonlocal last
+        steps.setdefault(step, []).append((time.perf_counter() - last) * 1e6)
+        last = time.perf_counter()
+
+    with torch.no_grad(), shards._turn():
+        plan = shards._plan("shard" if len(keeps) > 1 else "search", queries.size(1), params, keeps)
+        if plan is None:
+            return {}
+        for Q in queries.split(1):
+            last = time.perf_counter()
+            shards._planned(plan, Q, mark)
+        graphs = {f"shard {s}": on_device(one, shards._streams[s]) for s, one in enumerate(plan.recordings)}
+        graphs["merge"] = on_device(plan.merging, shards._streams[0])
+    return {
+        "host_us": {step: statistics.median(us) for step, us in steps.items()},
+        **{f"{what}_us": {name: us[what] for name, us in graphs.items()} for what in ("device", "enqueue", "alone")},
+    }
+
+
+def launch(engine: SearchEngine, batch: Tensor, params: SearchParams) -> dict[str, float]:
+    """Milliseconds of one launch of a batch, and of unpacking its answers."""
+    search: Any = engine._device_search
+    with torch.no_grad(), search._turn():
+        lanes = search.batch_lanes(batch.size(1), len(batch))
+        recording = search._recording("search", batch.size(1), params, lanes=lanes)
+        spent = on_device(recording, torch.cuda.current_stream())
+        rows = recording.output.cpu()
+    unpacking = statistics.median(timed(unpacked, rows, 2) for _ in range(20))
+    return {"lanes": lanes, **{name: us / 1e3 for name, us in spent.items()}, "unpack": unpacking}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--index", type=Path, required=True)
@@ -135,6 +201,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if name.startswith("plaid") and places[0].type == "cuda":
             stages = [several.profile(q, params) for q in queries[:3]]
             detail[name]["stages_ms"] = {s: statistics.median(x[s] for x in stages) for s in stages[0]}
+            alone = [one.profile(q, params) for q in queries[:3]]
+            detail[name]["stages_ms_one"] = {s: statistics.median(x[s] for x in alone) for s in alone[0]}
+            detail[name] |= breakdown(several, timed_queries, params)
+            print(name, {what: detail[name].get(what) for what in ("host_us", "device_us", "alone_us")}, flush=True)
         print(name, {e: round(statistics.median(ms), 4) for e, ms in times.items()}, flush=True)
 
     batch, params = queries[torch.arange(args.batch) % len(queries)], with_defaults(args.k[0])
@@ -153,6 +223,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     batch_ms = in_turns(both, lambda e: [timed(e.search_batch, batch, params)], args.repeats)
     for engine, ms in batch_ms.items():
         figures[f"batch_qps_{engine}"] = args.batch / statistics.median(ms) * 1e3
+    if places[0].type == "cuda":
+        with ThreadPoolExecutor(len(copies.engines)) as pool:
+            each = list(pool.map(lambda engine: launch(engine, batch, params), copies.engines))
+        detail["launch"] = {"one": launch(one, batch, params), "at_once": each}
+        detail["peers"] = [torch.cuda.can_device_access_peer(a, b) for a in places for b in places if a != b]
+        print("launch", detail["launch"], "peers", detail["peers"], flush=True)
     detail["batch"] = {"queries": args.batch, "k": args.k[0], **{e: summary(ms) for e, ms in batch_ms.items()}}
 
     ratios = {k: figures[f"plaid_k{k}_p50_ms_shards"] / figures[f"plaid_k{k}_p50_ms_one"] for k in args.k}

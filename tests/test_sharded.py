@@ -543,7 +543,12 @@ def test_one_query_takes_a_graph_a_shard_and_one_more(
     def record_merge(*args: Any) -> Any:
         merging = real(*args)
         merging.pinned = torch.zeros_like(merging.packed)
-        merging.graph = Graph(lambda: log.append("merge") or merging.pinned.copy_(merging.run()))
+
+        def replay() -> None:
+            log.append("merge")
+            merging.pinned.copy_(merging.run())
+
+        merging.graph = Graph(replay)
         return merging
 
     real, current = shards._record_merge, [Stream("the caller's")]

@@ -84,12 +84,12 @@ def quality_table() -> str:
     f = result["figures"]
     k = 100
     queries = [part["query_shape"][0] for part in result["sets"].values()]
-    cut = " and ".join(result["not_finished"])
+    cut = f"; {' and '.join(result['not_finished'])} were cut off by time" if result["not_finished"] else ""
     lines = [
         "## How good",
         "",
         f"nDCG@10 on {f['sets']:.0f} real collections (k = {k}, 2 bits, {min(queries)} to {max(queries)} queries; a "
-        f"small demo encoder, so the numbers compare searches, not models{f'; {cut} were cut off by time' if cut else ''}):",
+        f"small demo encoder, so the numbers compare searches, not models{cut}):",
         "",
         "| | stock, GPU (fp16) | stock, CPU (fp32) | plugin, GPU | `rerank` | `exhaustive` | float64 oracle |",
         "|---|---|---|---|---|---|---|",

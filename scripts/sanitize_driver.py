@@ -52,6 +52,7 @@ from plaid_tilemaxsim.ops import (
 from tests.ops.ragged import (
     Collection,
     assert_scores,
+    fast_residual_tolerance,
     fp32_tolerance,
     make_collection,
     make_pq,
@@ -118,13 +119,15 @@ def residual(nbits: int) -> None:
     for DIM, LQ in shapes(nbits):
         host, c = moved(DIM, LQ, nbits)
         cs = c.centroid_scores(cmax=1.01)
-        tolerance = residual_tolerance(host, dataclasses.replace(cs, scale=cs.scale.cpu()))
+        scores = dataclasses.replace(cs, scale=cs.scale.cpu())
         want = reference.residual_maxsim(host.Q, *host.raw)
         arguments = (c.Q, cs, c.codes, c.residuals, *c.stored, c.bucket_weights, nbits, c.offsets)
-        kernels: list[Any] = [residual_kernel]
+        kernels: list[Any] = [(residual_kernel, residual_tolerance(host, scores))]
         if tuning.residual_is_fast(tuning.arch(c.Q.device), nbits, DIM):
-            kernels.append(residual_fast_kernel)
-        for kernel, (pids, count, scored) in itertools.product(kernels, some(lists(len(LENGTHS)), DIM, LQ)):
+            kernels.append((residual_fast_kernel, fast_residual_tolerance(host, scores)))
+        for (kernel, tolerance), (pids, count, scored) in itertools.product(
+            kernels, some(lists(len(LENGTHS)), DIM, LQ)
+        ):
             out = poisoned(len(PIDS) if pids is not None else len(LENGTHS), DEVICE)
             kernel.residual_maxsim(*arguments, pids, out, count)
             check(out, want[scored], tolerance)

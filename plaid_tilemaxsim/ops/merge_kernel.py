@@ -153,7 +153,7 @@ def plausible(
     n = pids.numel()
     flags = torch.empty_like(pids)
     _plausible_kernel[(triton.cdiv(n, BLOCK_I),)](
-        first, second, pids, count, flags, n, keep, BLOCK_I=BLOCK_I, BLOCK_J=BLOCK_J, num_warps=4
+        first, second, pids, count, flags, n, keep, BLOCK_I=BLOCK_I, BLOCK_J=BLOCK_J, num_warps=8
     )
     return flags
 
@@ -196,7 +196,7 @@ def merge(
         _place_kernel[(triton.cdiv(n, BLOCK_I), lanes)](
             keys, ids, rows, table, next_keys, next_ids, packed, n, room, most, shards,
             COLUMN=c if following is None else following, LAST=last, SORTED=by_sort,
-            SHARDS_P=max(16, triton.next_power_of_2(shards)), BLOCK_I=BLOCK_I, BLOCK_J=BLOCK_J, num_warps=4,
+            SHARDS_P=max(16, triton.next_power_of_2(shards)), BLOCK_I=BLOCK_I, BLOCK_J=BLOCK_J, num_warps=8,
         )  # fmt: skip
         keys, ids, n = next_keys, next_ids, room
     return packed

@@ -12,7 +12,7 @@ and if the same check rejects the answers of another query. Figures:
 
 The detail says where a sharded search in mode plaid spends its time: ``host_us``, microseconds of the host between the
 steps of one search; ``device_us``, each graph by itself on its device, launched before it may start; ``alone_us``, each
-launched and waited for by itself. Likewise ``launch`` of a batch, in milliseconds, on one device and on all at once.
+launched and waited for by itself. Likewise ``launch`` of a batch, in milliseconds, on each device and on all at once.
 
 With one GPU, ``--devices 0,0`` checks the same code: two shards, and two replicas, on that GPU.
 """
@@ -226,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if places[0].type == "cuda":
         with ThreadPoolExecutor(len(copies.engines)) as pool:
             each = list(pool.map(lambda engine: launch(engine, batch, params), copies.engines))
-        detail["launch"] = {"one": launch(one, batch, params), "at_once": each}
+        detail["launch"] = {"alone": [launch(engine, batch, params) for engine in copies.engines], "at_once": each}
         detail["peers"] = [torch.cuda.can_device_access_peer(a, b) for a in places for b in places if a != b]
         print("launch", detail["launch"], "peers", detail["peers"], flush=True)
     detail["batch"] = {"queries": args.batch, "k": args.k[0], **{e: summary(ms) for e, ms in batch_ms.items()}}

@@ -78,7 +78,12 @@ _ordered: dict[tuple[int, tuple[int, ...]], tuple[weakref.ref[Tensor], int, Tens
 
 
 def ordered_centroids(centroids: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Centroids fp16 [C, DIM], dimensions in ``order``; made once for a tensor and kept as long as it lives."""
+    """Centroids fp16 [C, DIM], dimensions in ``order``; made once for a tensor and kept as long as it lives.
+
+    Each time for a tensor of ``torch.inference_mode``.
+    """
+    if centroids.is_inference():  # of which nobody knows whether they changed
+        return centroids[:, indices(order, centroids.device)]
     key, version = (id(centroids), order), centroids._version
     held = _ordered.get(key)
     if held is not None and held[0]() is centroids and held[1] == version:

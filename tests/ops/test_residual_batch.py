@@ -91,6 +91,9 @@ def test_ordered_centroids_follow_their_tensor():
     held = len(residual_batch_kernel._ordered)
     del centroids
     assert len(residual_batch_kernel._ordered) == held - 2
+    with torch.inference_mode():
+        centroids = torch.randn(5, 64).half()
+        assert torch.equal(residual_batch_kernel.ordered_centroids(centroids, order), centroids[:, list(order)])
 
 
 @no_gpu

@@ -514,8 +514,8 @@ def serve(load: Callable[[], FastAPI], host: str, port: int, *, shutdown_seconds
             raise OSError(f"port: expected one that can be had on {host}, got {port} ({error.strerror})") from None
         host, port = listener.getsockname()[:2]
         at = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        # uvicorn raises the signal that ended it once more when it is done.
-        before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
+        # Also before uvicorn takes them, and when it is done: it raises the signal that ended it once more.
+        before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             server.run(sockets=[listener])
         finally:

@@ -208,7 +208,7 @@ def residual_fp32(data: Data, LQ: int, DIM: int, nbits: int) -> Case:
         )
 
     want = reference.residual_maxsim(Q, codes, residuals, centroids, weights, nbits, offsets, pids)
-    # api.residual_maxsim_fp32: a tensor core truncates each of DIM / 8 additions to 2**-23 of a sum
+    # api.residual_maxsim_fp32: a tensor core truncates each of 3 DIM / 16 additions, to a third of 2**-23 on average
     tolerance = LQ * (DIM / 8 + 16) * 2.0**-24
     return Case("residual_fp32", {"DIM": DIM, "LQ": LQ}, run, data.spread(len(pids)), want, tolerance)
 

@@ -138,8 +138,7 @@ def bench_residual_fp32(bench: Bench, data: Data) -> None:
     every = [Fp32Lists(data, n) for n in LISTED]
     default = tuning.residual_fp32_blocks
     # BLOCK_N, BLOCK_D, warps, stages
-    choices = [(64, 64, warps, stages) for warps in (4, 8) for stages in (3, 1)]
-    choices += [(64, 128, 4, 1), (64, 128, 8, 1), (32, 32, 4, 1), (32, 32, 8, 1), (16, 64, 4, 1)]
+    choices = [(64, 128, 4, 1), (64, 128, 4, 2), (64, 128, 8, 1), (64, 64, 4, 1), (16, 128, 2, 1), (16, 128, 4, 1)]
     for BLOCK_N, BLOCK_D, warps, stages in choices:
         for n, lists in zip(LISTED, every, strict=True):
             for programs in (1, 2, 3) if n > 132 else (2,):

@@ -245,8 +245,9 @@ def residual_maxsim_fp32(
         <q, v> / |v|,  v = centroid[code] + bucket_weights[residual];  0 where |v| is at most 1e-12
 
     ``Q`` fp32 ``[LQ, DIM]``; ``centroids`` fp16 ``[C, DIM]`` (fp32 on CPU); the rest as for :func:`residual_maxsim`.
-    Kernel error for unit query tokens, per query token: fp32 sums over DIM, and three TF32 products in the place of
-    one, which leave out a relative 2**-22. A passage's bits depend on nothing else in the call.
+    Squares of ``v`` must be finite. Kernel error for unit query tokens, per query token: fp32 sums over DIM, and three
+    products of fp16 parts in the place of one, which leave out a relative 2**-22, whatever the magnitudes. A passage's
+    bits depend on nothing else in the call.
     """
     _check("Q", Q, (None, None), (torch.float32,))
     _query_limits(Q)

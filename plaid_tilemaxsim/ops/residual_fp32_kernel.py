@@ -3,11 +3,15 @@
     score(p) = sum_q max_{t in p} <q, v_t> / |v_t|,  v_t[d] = centroid[codes[t], d] + w[index(t, d)];  0 where |v_t| = 0
 
 Neither the centroid table nor inverse norms, which other kernels read, are precise enough for that: embeddings are put
-together and divided by their norm here. A program scores a passage, a tile of BLOCK_N tokens after the other, BLOCK_D
-dimensions at a time. Bytes are loaded once and spread over their slots, as the bus that pinned residuals come through
-asks for. Lanes past the end repeat the passage's last token, which changes no maximum.
+together and divided by their norm here. A program scores a passage, a tile of BLOCK_N tokens after the other, BLOCK_P
+bytes of a row at a time. Lanes past the end repeat the passage's last token, which changes no maximum. As in
+``residual_kernel``, slot s of every byte meets Q[:, s::S], S = 8 / NBITS, and nothing is interleaved; a byte's S
+centroid values are one load (two of them at 1 bit).
 
-Precision: v and sums are fp32, products three TF32 ones ("tf32x3"): what they leave out is 2**-22 of a product.
+Precision: v, norms and sums are fp32. Products are three of fp16 parts, x = hi + lo, which leave out 2**-22 of a
+product. fp16 has few exponents, so each query token and each token's BLOCK_P bytes are multiplied by the power of two
+that takes the largest magnitude to 2**14..2**15 (of v a bound, the norm): no part is infinite, and what is below the
+smallest one does not count. Powers of two are exact, and undone in the sums.
 """
 
 from __future__ import annotations
@@ -18,7 +22,26 @@ from torch import Tensor
 
 from . import tuning
 from .decompress_kernel import ZERO_NORM
-from .residual_kernel import _weights
+from .residual_kernel import _slot_query_fp32, _weights
+
+
+@triton.jit
+def _exponent(x):
+    """floor(log2(x)) of fp32 x > 0, -127 where x is smaller than any normal number."""
+    return ((x.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
+
+
+@triton.jit
+def _power(e):
+    """2**e as fp32, e int32 in -126..127."""
+    return ((e + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _parts(x):
+    """fp16 (hi, lo) of fp32 x below 2**15.9: x = hi + lo but for 2**-22 of it or 2**-25."""
+    hi = x.to(tl.float16)
+    return hi, (x - hi.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit(do_not_specialize=["num_pids", "LQ"])
@@ -27,11 +50,15 @@ def _residual_fp32_kernel(
     num_pids, LQ,
     DIM: tl.constexpr, NBITS: tl.constexpr, ZERO: tl.constexpr,
     HAS_PIDS: tl.constexpr, HAS_COUNT: tl.constexpr, HAS_BASE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     SLOTS: tl.constexpr = 8 // NBITS
     PD: tl.constexpr = DIM // SLOTS
-    BLOCK_P: tl.constexpr = BLOCK_D // SLOTS
+    KEEP_Q: tl.constexpr = PD <= BLOCK_P
+    # a byte's centroid values are WORDS words of HALVES values
+    WORD: tl.constexpr = tl.int16 if NBITS == 8 else tl.int32 if NBITS == 4 else tl.int64
+    HALVES: tl.constexpr = 4 if NBITS <= 2 else SLOTS
+    WORDS: tl.constexpr = SLOTS // HALVES
     n = num_pids
     if HAS_COUNT:
         n = tl.minimum(tl.load(count_ptr), num_pids)
@@ -39,10 +66,23 @@ def _residual_fp32_kernel(
     w2, w3 = w0, w1
     if NBITS == 2:
         w2, w3 = tl.load(weights_ptr + 2), tl.load(weights_ptr + 3)
+    words_ptr = centroids_ptr.to(tl.pointer_type(WORD))
+
+    largest = tl.zeros([BLOCK_P, BLOCK_Q], dtype=tl.float32)
+    for j0 in range(0, PD, BLOCK_P):
+        for s in tl.static_range(SLOTS):
+            largest = tl.maximum(largest, tl.abs(_slot_query_fp32(Q_ptr, j0, LQ, s, SLOTS, DIM, BLOCK_P, BLOCK_Q)))
+    # zeros have no exponent
+    q_up = 14 - tl.maximum(_exponent(tl.max(largest, 0)), -100)
+    q_scale = _power(q_up)[None, :]
+    # KEEP_Q: one block of bytes covers DIM and the query's slots are loaded once
+    qs = ()
+    if KEEP_Q:
+        for s in tl.static_range(SLOTS):
+            qs += (_parts(_slot_query_fp32(Q_ptr, 0, LQ, s, SLOTS, DIM, BLOCK_P, BLOCK_Q) * q_scale),)
 
     tok = tl.arange(0, BLOCK_N)
     q = tl.arange(0, BLOCK_Q)
-    shift = 8 - NBITS - NBITS * tl.arange(0, SLOTS)
     for i in range(tl.program_id(0), n, tl.num_programs(0)):
         pid = tl.cast(i, tl.int64)
         if HAS_PIDS:
@@ -55,25 +95,41 @@ def _residual_fp32_kernel(
             code = tl.load(codes_ptr + row).to(tl.int64)
             dot = tl.zeros([BLOCK_N, BLOCK_Q], dtype=tl.float32)
             squares = tl.zeros([BLOCK_N], dtype=tl.float32)
-            for d0 in range(0, DIM, BLOCK_D):
-                j = d0 // SLOTS + tl.arange(0, BLOCK_P)
-                at = residuals_ptr + row[:, None] * PD + j[None, :]
+            for j0 in range(0, PD, BLOCK_P):
+                j = j0 + tl.arange(0, BLOCK_P)
+                inside = (j < PD)[None, :]
                 # [BLOCK_N, BLOCK_P]
-                packed = tl.load(at, mask=(j < PD)[None, :], other=0).to(tl.int32)
-                # [BLOCK_N, BLOCK_D]
-                bits = tl.reshape(packed[:, :, None] >> shift[None, None, :], [BLOCK_N, BLOCK_D])
-                d = d0 + tl.arange(0, BLOCK_D)
-                inside = (d < DIM)[None, :]
-                c = tl.load(centroids_ptr + code[:, None] * DIM + d[None, :], mask=inside, other=0.0)
-                v = tl.where(inside, c.to(tl.float32) + _weights(bits, weights_ptr, w0, w1, w2, w3, NBITS), 0.0)
-                squares += tl.sum(v * v, 1)
-                # Q^T [BLOCK_D, BLOCK_Q]
-                at_q = Q_ptr + q[None, :] * DIM + d[:, None]
-                qs = tl.load(at_q, mask=(d < DIM)[:, None] & (q < LQ)[None, :], other=0.0)
-                dot = tl.dot(v, qs, dot, input_precision="tf32x3")
-            norm = tl.sqrt(squares)[:, None]
-            best = tl.maximum(best, tl.where(norm > ZERO, dot / tl.maximum(norm, ZERO), 0.0))
-        score = tl.sum(tl.where(q < LQ, tl.max(best, 0), 0.0), 0)
+                packed = tl.load(residuals_ptr + row[:, None] * PD + j[None, :], mask=inside, other=0).to(tl.int32)
+                vs = ()
+                square = tl.zeros([BLOCK_N, BLOCK_P], dtype=tl.float32)
+                for s in tl.static_range(SLOTS):
+                    if s % HALVES == 0:
+                        at = words_ptr + (code[:, None] * PD + j[None, :]) * WORDS + s // HALVES
+                        word = tl.load(at, mask=inside, other=0)
+                    c = (word >> (16 * (s % HALVES))).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+                    w = _weights(packed >> (8 - NBITS * (s + 1)), weights_ptr, w0, w1, w2, w3, NBITS)
+                    v = tl.where(inside, c + w, 0.0)
+                    square += v * v
+                    vs += (v,)
+                block_squares = tl.sum(square, 1)
+                squares += block_squares
+                # |v| < 2**(15 - up)
+                up = 15 - ((_exponent(block_squares) + 2) >> 1)
+                scale = _power(up)[:, None]
+                part = tl.zeros([BLOCK_N, BLOCK_Q], dtype=tl.float32)
+                for s in tl.static_range(SLOTS):
+                    if KEEP_Q:
+                        q_hi, q_lo = qs[s]
+                    else:
+                        q_hi, q_lo = _parts(_slot_query_fp32(Q_ptr, j0, LQ, s, SLOTS, DIM, BLOCK_P, BLOCK_Q) * q_scale)
+                    hi, lo = _parts(vs[s] * scale)
+                    part = tl.dot(lo, q_hi, part)
+                    part = tl.dot(hi, q_lo, part)
+                    part = tl.dot(hi, q_hi, part)
+                dot += part * _power(-up)[:, None]
+            inverse = tl.where(squares > ZERO * ZERO, tl.rsqrt(tl.maximum(squares, ZERO * ZERO)), 0.0)
+            best = tl.maximum(best, dot * inverse[:, None])
+        score = tl.sum(tl.where(q < LQ, tl.max(best, 0) * _power(-q_up), 0.0), 0)
         if HAS_BASE:
             score += tl.load(out_ptr + i)
         tl.store(out_ptr + i, score)
@@ -120,7 +176,7 @@ def residual_maxsim(
             HAS_BASE=col0 > 0,
             BLOCK_N=blocks.BLOCK_N,
             BLOCK_Q=blocks.BLOCK_Q,
-            BLOCK_D=blocks.BLOCK_D,
+            BLOCK_P=max(16, blocks.BLOCK_D * nbits // 8),
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
         )

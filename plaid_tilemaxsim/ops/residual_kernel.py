@@ -46,15 +46,24 @@ def _slot_weights(packed, weights_ptr, w0, w1, w2, w3, SLOT: tl.constexpr, NBITS
 
 
 @triton.jit
+def _slot_query_fp32(
+    Q_ptr, j0, LQ,
+    SLOT: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
+):  # fmt: skip
+    """Q[:, SLOT::SLOTS]^T of bytes j0.., fp32 [BLOCK_P, BLOCK_Q]; zero outside the query: padding bytes add nothing."""
+    d = (j0 + tl.arange(0, BLOCK_P)) * SLOTS + SLOT
+    q = tl.arange(0, BLOCK_Q)
+    at = Q_ptr + q[None, :] * DIM + d[:, None]
+    return tl.load(at, mask=(d < DIM)[:, None] & (q < LQ)[None, :], other=0.0)
+
+
+@triton.jit
 def _slot_query(
     Q_ptr, j0, LQ,
     SLOT: tl.constexpr, SLOTS: tl.constexpr, DIM: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """Q[:, SLOT::SLOTS]^T of bytes j0.., fp16 [BLOCK_P, BLOCK_Q]; zero outside the query: padding bytes add nothing."""
-    d = (j0 + tl.arange(0, BLOCK_P)) * SLOTS + SLOT
-    q = tl.arange(0, BLOCK_Q)
-    at = Q_ptr + q[None, :] * DIM + d[:, None]
-    return tl.load(at, mask=(d < DIM)[:, None] & (q < LQ)[None, :], other=0.0).to(tl.float16)
+    """The same in fp16."""
+    return _slot_query_fp32(Q_ptr, j0, LQ, SLOT, SLOTS, DIM, BLOCK_P, BLOCK_Q).to(tl.float16)
 
 
 @triton.jit(do_not_specialize=["num_pids", "LQ"])

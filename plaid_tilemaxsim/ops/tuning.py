@@ -186,17 +186,18 @@ class ResidualFp32Blocks:
 def residual_fp32_blocks(arch: int, DIM: int, LQ: int) -> ResidualFp32Blocks:
     """``residual_fp32_kernel``. Never by the number of passages: tiles order sums, and bits must not depend on that.
 
-    wgmma (sm_90) takes 64 rows and reads both parts of the query from shared memory; elsewhere fragments of these fill
-    registers, and wider tiles spill. So do more columns everywhere. Three stages are the fewest of which the loads of a
-    whole row of 128 are on their way together.
+    BLOCK_D: dimensions of a row at a time; rows of no more keep the query. wgmma (sm_90) takes 64 rows and reads it
+    from shared memory; elsewhere fragments of it fill registers. The fastest choice of a prototype on an H200 at 2 bits
+    and DIM 128, where three programs have registers enough; a guess for other chips.
     """
+    wgmma = arch == 90
     return ResidualFp32Blocks(
-        BLOCK_N=64 if arch >= 90 else 32,
+        BLOCK_N=64 if wgmma else 32,
         BLOCK_Q=min(32, max(16, 1 << (LQ - 1).bit_length())),
-        BLOCK_D=dim_block(DIM, 64 if arch >= 90 else 32),
+        BLOCK_D=min(128 if wgmma or DIM <= 128 else 64, 1 << (DIM - 1).bit_length()),
         num_warps=4,
-        num_stages=3 if arch >= 90 else 1,
-        programs_per_sm=2,
+        num_stages=1,
+        programs_per_sm=3 if wgmma else 2,
     )
 
 

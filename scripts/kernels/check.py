@@ -95,9 +95,10 @@ def residual_budget(data: Data) -> float:
 
 
 def residual_fp32_budget(LQ: int, DIM: int, want: Tensor) -> float:
-    """Of unit vectors and scores ``want``. Relative to a score: the tensor core adds 8 products a step and truncates to
-    2**-23 of what it has so far, half of the similarity on average; norm, division and the sum over LQ a few 2**-24.
-    And six deviations of the parts of q and v that three TF32 products leave out.
+    """Of unit vectors and scores ``want``. Relative to a score: the tensor core adds 16 products a step, of three times
+    DIM, and truncates to 2**-23 of what it has so far, half of that on average, of two thirds of the similarity; norm,
+    its inverse and the sum over LQ a few 2**-24. And six deviations of the parts of q and v that three products leave
+    out.
     """
     largest = want[want.isfinite()].abs().max().item()
     return largest * (DIM / 8 + 8 + math.log2(LQ)) * U24 + 6 * (3 * LQ / DIM) ** 0.5 * 2.0**-22

@@ -165,10 +165,11 @@ def fast_residual_tolerance(c: Collection, cs: api.CentroidScores) -> float:
 def fp32_tolerance(c: Collection, want: Tensor) -> float:
     """What api.residual_maxsim_fp32 may be off by from scores fp64 ``want``.
 
-    Errors of one sign, relative to a score: the tensor core adds 8 products a step and truncates to 2**-23 of what it
-    has so far, which is half of the similarity on average; the norm, the division and the sum over LQ add a few 2**-24.
-    Errors of random signs, over DIM and LQ: the parts of q and v that three products leave out, 2**-22 of a product
-    each, are three deviations together; six of these, for unit vectors.
+    Errors of one sign, relative to a score: the tensor core adds 16 products a step, of three times DIM, and truncates
+    to 2**-23 of what it has so far: half of that on average, of two thirds of the similarity if it grows as a random
+    walk does; the norm, its inverse and the sum over LQ add a few 2**-24. Errors of random signs, over DIM and LQ: the
+    parts of q and v that three products leave out, 2**-22 of a product each, are three deviations together; six of
+    these, for unit vectors.
     """
     LQ, DIM = c.Q.shape
     largest = float(want[want.isfinite()].abs().max())

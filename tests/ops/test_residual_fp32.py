@@ -1,5 +1,7 @@
 """Residual MaxSim in fp32 throughout, against the oracle."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -48,12 +50,39 @@ def test_negative_similarities_are_not_clamped(nbits, device):
 
 @pytest.mark.parametrize("what", ["bucket_weights", "Q"])
 def test_the_budget_does_not_cover_fp16(what, device):
-    """What the fast kernel rounds, and one TF32 product does too: fp32 is what is asked for."""
+    """What the fast kernel rounds, and one product of fp16 or TF32 does too: fp32 is what is asked for."""
     c = make_collection(device, 32, 128)
     want = reference.residual_maxsim(c.Q, *c.raw)
     setattr(c, what, getattr(c, what).half().float())
     off = (scored(c) - want)[1:-1].abs()
     assert off.max() > 2 * fp32_tolerance(c, want)
+
+
+@pytest.mark.parametrize(("query", "token"), [(2.0**-90, 1), (1e17, 1), (1, 6e4), (1, 2e-4), (3e5, 3e4)])
+@pytest.mark.parametrize(("DIM", "nbits"), [(128, 2), (48, 1), (384, 4)])
+def test_magnitudes_far_from_those_of_fp16(DIM, nbits, query, token, device):
+    c = make_collection(device, 5, DIM, nbits, lengths=(3, 20, 0, 66))
+    weights = c.bucket_weights
+    c.Q, c.centroids, c.bucket_weights = c.Q * query, (c.centroids.float() * token).half(), weights * token
+    want = reference.residual_maxsim(c.Q, *c.raw) / query
+    assert_scores(scored(c, out=poisoned(4, device)) / query, want, fp32_tolerance(c, want))
+
+
+def test_every_query_token_has_its_own_magnitude(device):
+    c = make_collection(device, 6, 64)
+    scales = 2.0 ** torch.tensor([0, 30, -60, 7, -9, 60], device=device)
+    alone = [scored(replace(c, Q=c.Q[i : i + 1])) for i in range(6)]
+    scaled = [scored(replace(c, Q=c.Q[i : i + 1] * scales[i])) / scales[i] for i in range(6)]
+    assert all(torch.equal(a, b) for a, b in zip(alone, scaled, strict=True))
+    c.Q = c.Q * scales[:, None]
+    want = reference.residual_maxsim(c.Q, *c.raw)
+    assert_scores(scored(c) / scales.max(), want / scales.max(), fp32_tolerance(c, want / scales.max()))
+
+
+def test_zeros_in_the_query_add_nothing(device):
+    c = make_collection(device, 5, 64)
+    c.Q[1:] = 0
+    assert torch.equal(scored(c), scored(replace(c, Q=c.Q[:1])))
 
 
 def test_a_token_of_norm_zero_has_similarity_zero(device):

@@ -41,7 +41,7 @@ from plaid_tilemaxsim.engine import SearchEngine, SearchParams, with_defaults
 from plaid_tilemaxsim.index.files import read_index
 from plaid_tilemaxsim.index.resident import load_resident
 from plaid_tilemaxsim.replicas import Replicas, build_engine, resolve_devices
-from plaid_tilemaxsim.sharded import _keeps
+from plaid_tilemaxsim.sharded import ShardedEngine, _keeps
 from scripts.ab_latency import conclude, described, recorded, timed
 
 Answer = tuple[Tensor, Tensor]
@@ -141,16 +141,18 @@ def breakdown(several: SearchEngine, queries: Tensor, params: SearchParams) -> d
     }
 
 
-def launch(engine: SearchEngine, batch: Tensor, params: SearchParams) -> dict[str, float]:
-    """Milliseconds of one launch of a batch, and of unpacking its answers."""
+def launch(engine: SearchEngine, batch: Tensor, params: SearchParams) -> dict[str, Any]:
+    """Milliseconds of one launch of a batch, of four in a row until each is enqueued, and of unpacking answers."""
     search: Any = engine._device_search
     with torch.no_grad(), search._turn():
         lanes = search.batch_lanes(batch.size(1), len(batch))
         recording = search._recording("search", batch.size(1), params, lanes=lanes)
         spent = on_device(recording, torch.cuda.current_stream())
+        in_a_row = [timed(recording.replay) for _ in range(4)]
         rows = recording.output.cpu()
     unpacking = statistics.median(timed(unpacked, rows, 2) for _ in range(20))
-    return {"lanes": lanes, **{name: us / 1e3 for name, us in spent.items()}, "unpack": unpacking}
+    milliseconds = {name: us / 1e3 for name, us in spent.items()}
+    return {"lanes": lanes, **milliseconds, "in_a_row": in_a_row, "unpack": unpacking}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -203,7 +205,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             detail[name]["stages_ms"] = {s: statistics.median(x[s] for x in stages) for s in stages[0]}
             alone = [one.profile(q, params) for q in queries[:3]]
             detail[name]["stages_ms_one"] = {s: statistics.median(x[s] for x in alone) for s in alone[0]}
-            detail[name] |= breakdown(several, timed_queries, params)
+            if isinstance(several, ShardedEngine):
+                detail[name] |= breakdown(several, timed_queries, params)
             print(name, {what: detail[name].get(what) for what in ("host_us", "device_us", "alone_us")}, flush=True)
         print(name, {e: round(statistics.median(ms), 4) for e, ms in times.items()}, flush=True)
 

@@ -79,7 +79,8 @@ def _residual_fp32_kernel(
     qs = ()
     if KEEP_Q:
         for s in tl.static_range(SLOTS):
-            qs += (_parts(_slot_query_fp32(Q_ptr, 0, LQ, s, SLOTS, DIM, BLOCK_P, BLOCK_Q) * q_scale),)
+            kept = _slot_query_fp32(Q_ptr, 0, LQ, s, SLOTS, DIM, BLOCK_P, BLOCK_Q) * q_scale
+            qs += (_parts(kept),)  # type: ignore[assignment]
 
     tok = tl.arange(0, BLOCK_N)
     q = tl.arange(0, BLOCK_Q)
@@ -110,7 +111,7 @@ def _residual_fp32_kernel(
                     w = _weights(packed >> (8 - NBITS * (s + 1)), weights_ptr, w0, w1, w2, w3, NBITS)
                     v = tl.where(inside, c + w, 0.0)
                     square += v * v
-                    vs += (v,)
+                    vs += (v,)  # type: ignore[assignment]
                 block_squares = tl.sum(square, 1)
                 squares += block_squares
                 # |v| < 2**(15 - up)
@@ -119,7 +120,7 @@ def _residual_fp32_kernel(
                 part = tl.zeros([BLOCK_N, BLOCK_Q], dtype=tl.float32)
                 for s in tl.static_range(SLOTS):
                     if KEEP_Q:
-                        q_hi, q_lo = qs[s]
+                        q_hi, q_lo = qs[s]  # type: ignore[var-annotated]
                     else:
                         q_hi, q_lo = _parts(_slot_query_fp32(Q_ptr, j0, LQ, s, SLOTS, DIM, BLOCK_P, BLOCK_Q) * q_scale)
                     hi, lo = _parts(vs[s] * scale)

@@ -122,7 +122,7 @@ def run_all(args: argparse.Namespace) -> int:
     if unknown := [name for name in wanted if name not in found]:
         raise ValueError(f"--sets: expected some of {', '.join(found)}, got {', '.join(unknown)}")
     args.work.mkdir(parents=True, exist_ok=True)
-    before: dict[str, Any] = read_json(args.out) if args.merge and args.out.exists() else {"sets": {}, "runs": {}}
+    before: dict[str, Any] = read_json(args.out) if args.merge and args.out.exists() else {"sets": {}}
     wanted = [name for name in wanted if name not in before["sets"]]
     gpu = torch.cuda.is_available()
     children = compile_extensions(gpu)
@@ -160,7 +160,7 @@ def run_all(args: argparse.Namespace) -> int:
     if args.commit:
         where["commit"] = args.commit
     here = {name: where[name] for name in ("commit", "command", "time")}
-    result |= {"not_finished": not_finished, "runs": {**before["runs"], **dict.fromkeys(parts, here)}}
+    result |= {"not_finished": not_finished, "runs": {**before.get("runs", {}), **dict.fromkeys(parts, here)}}
     result |= {"seconds": round(time.perf_counter() - started, 1), **where}
     write_json(args.out, result)
     for name, value in result["figures"].items():

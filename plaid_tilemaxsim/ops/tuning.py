@@ -78,7 +78,8 @@ def late_share(n: int, programs: int, fixed: bool) -> tuple[int, int]:
     there would be too many programs, and lists on which a run would exceed the unevenness have none.
     """
     part, run, least = (20, 4, 128) if fixed else (10, 8, 32)
-    return (min(8 * programs, n // (part * run)), part) if n >= least * programs else (0, 0)
+    late = min(8 * programs, n // (part * run)) if n >= least * programs else 0
+    return (late, part) if late else (0, 0)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from plaid_tilemaxsim import faults
 from plaid_tilemaxsim.funnel import STAGES, Pids, Ranking, SearchParams, run_funnel, run_shard
-from plaid_tilemaxsim.graphs import Turns, recording
+from plaid_tilemaxsim.graphs import Turns, empty_cache, recording
 from plaid_tilemaxsim.ops.api import padded_query_length
 from plaid_tilemaxsim.ops.pids_kernel import clamp_pids
 from plaid_tilemaxsim.stages_triton import TritonStages
@@ -161,7 +161,7 @@ class DeviceSearch:
             self._lanes_that_fit.clear()
             if self._on_gpu:
                 self._pool = torch.cuda.graph_pool_handle()  # that of graphs which are all gone is not used again
-                torch.cuda.empty_cache()
+                empty_cache()
 
     @property
     def stages(self) -> TritonStages:

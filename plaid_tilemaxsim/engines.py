@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from plaid_tilemaxsim import faults
+from plaid_tilemaxsim import faults, graphs
 from plaid_tilemaxsim.index.files import Verify, read_index
 from plaid_tilemaxsim.index.stamps import fingerprint
 
@@ -136,7 +135,7 @@ class Engines:
     def forget(self) -> None:
         """Lets go of all engines; searches under way end with theirs."""
         self._loaded = None
-        gc.collect()  # recordings refer to the engine that holds them
+        graphs.collect()  # recordings refer to the engine that holds them
 
     def close(self) -> None:
         """Frees what all engines hold, also under searches."""
@@ -203,6 +202,8 @@ def _build_engine(
     except torch.OutOfMemoryError as error:
         reason = faults.first_line(error)
     # The plan had found room for it; what it holds is freed by now.
+    if device.type == "cuda":
+        graphs.empty_cache()
     pq_m = None if pq is None else pq.m
     raise RuntimeError(f"{index.path}: {reason}; {needs(index, device, codec=options.codec, pq_m=pq_m)}")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-# Recording synchronises the device and empties torch's cache, which another thread's recording may not outlive.
+# What one thread may not do while another records: synchronise the device, empty torch's cache, destroy a graph.
 _recording = threading.Lock()
 
 
@@ -21,9 +21,21 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+def empty_cache() -> None:
+    """``torch.cuda.empty_cache`` between recordings, which torch does not outlive."""
+    with _recording:
+        torch.cuda.empty_cache()
+
+
+def collect() -> None:
+    """``gc.collect`` between recordings: what is garbage may hold graphs."""
+    with _recording:
+        gc.collect()
+
+
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection in any thread: one that met the graph of a lost engine would end the process."""
+    """None starts by itself in any thread: one that met the graph of a lost engine would end the process."""
     collects = gc.isenabled()
     gc.disable()
     try:

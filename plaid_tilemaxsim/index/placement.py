@@ -106,7 +106,6 @@ def needs(index: PlaidIndex, device: torch.device, *, codec: str = "residual", p
     """What each placement of an index on a GPU needs, what is free now, and which of them that would do for."""
     if device.type != "cuda":
         return f"{_size(available_memory())} of host memory are available"
-    torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(device)[0]
     plans = [plan_for(index, name, codec, pq_m=pq_m) for name in CODECS[codec]]
     fitting = [one.placement for one in plans if one.device_bytes <= free]

@@ -1,11 +1,12 @@
 """Recording CUDA graphs beside what else a process holds and lets go of."""
 
 import gc
+import threading
 
 import pytest
 import torch
 
-from plaid_tilemaxsim.graphs import recording
+from plaid_tilemaxsim.graphs import empty_cache, recording
 
 pytestmark = pytest.mark.gpu
 
@@ -35,3 +36,24 @@ def test_lost_graphs_are_not_collected_in_the_middle_of_a_recording():
     graph.replay()
     assert torch.equal(x, 2 * before)
     gc.collect()
+
+
+def test_the_cache_is_emptied_between_recordings():
+    device = torch.device("cuda", torch.cuda.current_device())
+    x = torch.ones(4, device=device)
+    x.mul_(2)
+    emptied = threading.Event()
+
+    def empty() -> None:
+        empty_cache()
+        emptied.set()
+
+    with recording(device, torch.cuda.graph_pool_handle()) as graph:
+        other = threading.Thread(target=empty)
+        other.start()
+        assert not emptied.wait(0.2)
+        x.mul_(2)
+    other.join()
+    assert emptied.is_set()
+    graph.replay()
+    assert (x == 4).all()

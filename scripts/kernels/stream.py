@@ -25,7 +25,8 @@ def _stream_kernel(x_ptr, out_ptr, blocks, BLOCK: tl.constexpr, STAGES: tl.const
     for b in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
         # [BLOCK]
         total += tl.load(x_ptr + tl.cast(b, tl.int64) * BLOCK + tl.arange(0, BLOCK))
-    tl.store(out_ptr + tl.program_id(0), tl.sum(total, 0))
+    # in 64 bits: triton 3.7's interpreter does not wrap a sum around
+    tl.store(out_ptr + tl.program_id(0), tl.sum(total.to(tl.int64), 0).to(tl.int32))
 
 
 @dataclass(frozen=True)

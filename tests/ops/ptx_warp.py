@@ -250,8 +250,9 @@ class Kernel:
                 predicates[args[0]] = _COMPARE[kind[1]](x, y)
                 continue
             if kind[-1] == "pred":
-                x, y = predicates[args[1]], predicates[args[2]]
-                predicates[args[0]] = {"and": x & y, "or": x | y, "xor": x ^ y}[kind[0]]
+                x, *y = (predicates[name] if name in predicates else np.full(32, name != "0") for name in args[1:])
+                two = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
+                predicates[args[0]] = two[kind[0]](x, *y) if y else {"mov": x, "not": ~x}[kind[0]]
                 continue
             if kind[0] == "mov" and args[0].startswith("{"):
                 low, high = many(args[0])

@@ -108,6 +108,9 @@ def mma(a: list[Value], b: list[Value], c: list[Value], dtype: str = "f16") -> l
     return [_bits(D[g + 8 * (r // 2), 2 * t + r % 2]) for r in range(4)]
 
 
+_PREDICATES: dict[str, Callable[..., np.ndarray]] = {
+    "mov": np.copy, "not": np.logical_not, "and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor,
+}  # fmt: skip
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal
 }  # fmt: skip
@@ -250,9 +253,8 @@ class Kernel:
                 predicates[args[0]] = _COMPARE[kind[1]](x, y)
                 continue
             if kind[-1] == "pred":
-                x, *y = (predicates[name] if name in predicates else np.full(32, name != "0") for name in args[1:])
-                two = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
-                predicates[args[0]] = two[kind[0]](x, *y) if y else {"mov": x, "not": ~x}[kind[0]]
+                flags = [predicates[name] if name in predicates else np.full(32, name != "0") for name in args[1:]]
+                predicates[args[0]] = _PREDICATES[kind[0]](*flags)
                 continue
             if kind[0] == "mov" and args[0].startswith("{"):
                 low, high = many(args[0])

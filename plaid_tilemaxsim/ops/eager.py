@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .api import CentroidScores
-from .reference import _chunks, _passages, _rows, _sum_of_maxima, decode_residuals, decompress, pq_decode
+from .reference import _by_chunks, _chunks, _passages, _rows, _sum_of_maxima, decode_residuals, decompress, pq_decode
 
 
 def taken(inv_norms: Tensor, rows: Tensor) -> Tensor:
@@ -57,16 +57,14 @@ def residual_maxsim(
     pids: Tensor | None,
 ) -> Tensor:
     """See :func:`.api.residual_maxsim`."""
-    first, lengths = _passages(offsets, pids)
-    scores = torch.empty(lengths.numel(), device=codes.device)
-    for chunk in _chunks(lengths):
-        rows, owner = _rows(first[chunk], lengths[chunk])
+
+    def similarities(rows: Tensor) -> Tensor:
         packed = residuals[rows.to(residuals.device)].to(codes.device)
         weights = decode_residuals(packed, nbits, bucket_weights, torch.float32)  # [t, DIM]
         inv = inv_norm_lo + inv_norm_step * taken(inv_norms, rows).float()
-        similarities = cs.table[codes[rows].long(), : cs.LQ] * cs.scale + weights @ Q.T
-        scores[chunk] = _sum_of_maxima(similarities * inv[:, None], owner, chunk.stop - chunk.start)
-    return scores
+        return (cs.table[codes[rows].long(), : cs.LQ] * cs.scale + weights @ Q.T) * inv[:, None]
+
+    return _by_chunks(similarities, offsets, pids, torch.float32)
 
 
 def residual_maxsim_fp32(
@@ -80,14 +78,12 @@ def residual_maxsim_fp32(
     pids: Tensor | None,
 ) -> Tensor:
     """See :func:`.api.residual_maxsim_fp32`."""
-    first, lengths = _passages(offsets, pids)
-    scores = torch.empty(lengths.numel(), device=codes.device)
-    for chunk in _chunks(lengths):
-        rows, owner = _rows(first[chunk], lengths[chunk])
+
+    def similarities(rows: Tensor) -> Tensor:
         packed = residuals[rows.to(residuals.device)].to(codes.device)
-        d = decompress(codes[rows], packed, centroids, bucket_weights, nbits, torch.float32)
-        scores[chunk] = _sum_of_maxima(d @ Q.T, owner, chunk.stop - chunk.start)
-    return scores
+        return decompress(codes[rows], packed, centroids, bucket_weights, nbits, torch.float32) @ Q.T
+
+    return _by_chunks(similarities, offsets, pids, torch.float32)
 
 
 def dense_maxsim(Q: Tensor, D: Tensor, lengths: Tensor | None, offsets: Tensor | None, pids: Tensor | None) -> Tensor:

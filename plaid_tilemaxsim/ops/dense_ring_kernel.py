@@ -128,11 +128,11 @@ def _dense_ring_kernel(
 
 
 def dense_maxsim(Q: Tensor, D: Tensor, out: Tensor, count: Tensor | None) -> None:
-    """See :func:`.api.dense_maxsim`; Q ``[NQ, LQ, DIM]``, D ``[n, ND, DIM]``; writes ``out`` fp32 ``[NQ, n]``.
+    """See :func:`.api.dense_maxsim`; Q ``[1, LQ, DIM]``, D ``[n, ND, DIM]``; writes ``out`` fp32 ``[1, n]``.
 
     fp16 or bf16, LQ at most 32, DIM a multiple of 128 up to 1024; D is aligned to 16 bytes and has 1 to 2**30 tokens.
     """
-    NQ, LQ, DIM = Q.shape
+    _, LQ, DIM = Q.shape
     n, ND = out.size(1), D.size(1)
     if n == 0:
         return
@@ -141,23 +141,22 @@ def dense_maxsim(Q: Tensor, D: Tensor, out: Tensor, count: Tensor | None) -> Non
     late, part = tuning.dense_ring_share(n, programs, DIM)
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
     desc = TensorDescriptor(D, [2 * len(D) * ND, DIM // 2], [DIM // 2, 1], [blocks.rows, 64], layout)
-    for query in range(NQ):
-        _dense_ring_kernel[(programs + late,)](
-            desc,
-            Q[query],
-            count,
-            out[query],
-            n,
-            programs,
-            late,
-            ND,
-            LQ,
-            CHUNKS=DIM // 128,
-            TOKENS=blocks.tokens,
-            ROWS=blocks.rows,
-            STAGES=blocks.stages,
-            PART=part,
-            HAS_COUNT=count is not None,
-            FULL=ND % blocks.tokens == 0,
-            num_warps=4,
-        )
+    _dense_ring_kernel[(programs + late,)](
+        desc,
+        Q,
+        count,
+        out,
+        n,
+        programs,
+        late,
+        ND,
+        LQ,
+        CHUNKS=DIM // 128,
+        TOKENS=blocks.tokens,
+        ROWS=blocks.rows,
+        STAGES=blocks.stages,
+        PART=part,
+        HAS_COUNT=count is not None,
+        FULL=ND % blocks.tokens == 0,
+        num_warps=4,
+    )

@@ -65,14 +65,14 @@ def read_json(path: str | os.PathLike[str]) -> Any:
             raise ValueError(f"{path}: expected JSON, got {error}") from error
 
 
-def write_json(path: str | os.PathLike[str], value: Any) -> None:
+def write_json(path: str | os.PathLike[str], value: Any, indent: int | None = 2) -> None:
     """Writes `value` under a temporary name and renames it: a reader never sees half a file."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     file = tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False)  # noqa: SIM115
     try:
         with file:
-            json.dump(value, file, indent=2, ensure_ascii=False)
+            json.dump(value, file, indent=indent, ensure_ascii=False)
             file.write("\n")
         os.chmod(file.name, 0o644)
         os.replace(file.name, path)

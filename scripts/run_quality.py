@@ -162,7 +162,7 @@ def run_all(args: argparse.Namespace) -> int:
     here = {name: where[name] for name in ("commit", "command", "time")}
     result |= {"not_finished": not_finished, "runs": {**before.get("runs", {}), **dict.fromkeys(parts, here)}}
     result |= {"seconds": round(time.perf_counter() - started, 1), **where}
-    write_json(args.out, result)
+    write_json(args.out, result, indent=None)  # histograms, a number a line, would be most of it
     for name, value in result["figures"].items():
         print(f"{name:32s} {value:.6g}")
     print("correct:", result["correct"], *result["problems"][:12], sep="\n  ")

@@ -301,7 +301,7 @@ def cases(data: Data, quick: bool) -> Iterator[tuple[str, Callable[[], Case]]]:
         yield "residual_fp32", partial(residual_fp32, data, LQ, DIM, 2)
     for DIM in (64, 256, 384, 768):
         yield dense_case(32, DIM)
-        if not tuning.dense_is_ring(arch, torch.float16, DIM, 1, 32, 128):
+        if not tuning.dense_is_ring(arch, torch.float16, DIM, 1, 32, 1, 128):
             yield dense_case(32, DIM, fixed=128)
     for precision in ("tf32x3", "ieee", "tf32"):
         yield dense_case(32, 128, torch.float32, None, precision)

@@ -257,9 +257,10 @@ def dense(dtype: torch.dtype, precisions: tuple[str, ...]) -> None:
 
 def dense_ring() -> None:
     arch = tuning.arch(torch.device(DEVICE))
-    shapes = itertools.product((32, 37), (512, 768, 1024), (1, 7, 32), (torch.float16, torch.bfloat16))
-    for i, (ND, DIM, LQ, dtype) in enumerate(shapes):
-        if i % 2 or not tuning.dense_is_ring(arch, dtype, DIM, 1, LQ, 9 * ND):
+    wide = itertools.product((32, 37), (512, 768, 1024), (1, 7, 32), (torch.float16, torch.bfloat16))
+    whole = itertools.product((128, 256), (128,), (7, 32), (torch.float16, torch.bfloat16))
+    for i, (ND, DIM, LQ, dtype) in enumerate([*wide, *whole]):
+        if i % 2 or not tuning.dense_is_ring(arch, dtype, DIM, 1, LQ, 9, ND):
             continue
         g = torch.Generator().manual_seed(i)
         Q = torch.randn(1, LQ, DIM, generator=g).div(DIM**0.5).to(dtype)

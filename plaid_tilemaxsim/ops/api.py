@@ -386,8 +386,8 @@ def dense_maxsim(
 
         fixed, columns = offsets is None and lengths is None, Q3.size(0) * Q3.size(1)
         fast = tuning.dense_is_fast(tuning.arch(device), D.dtype, precision, Q.size(-1), columns, fixed)
-        (NQ, LQ, DIM), tokens = Q3.shape, D.numel() // Q.size(-1)
-        ring = fixed and tuning.dense_is_ring(tuning.arch(device), D.dtype, DIM, NQ, LQ, tokens)
+        NQ, LQ, DIM = Q3.shape
+        ring = fixed and tuning.dense_is_ring(tuning.arch(device), D.dtype, DIM, NQ, LQ, len(D), D.size(1))
         aligned = D.data_ptr() % 16 == 0
         if ring and aligned:
             from . import dense_ring_kernel

@@ -130,15 +130,17 @@ def _dense_ring_kernel(
 def dense_maxsim(Q: Tensor, D: Tensor, out: Tensor, count: Tensor | None) -> None:
     """See :func:`.api.dense_maxsim`; Q ``[1, LQ, DIM]``, D ``[n, ND, DIM]``; writes ``out`` fp32 ``[1, n]``.
 
-    fp16 or bf16, LQ at most 32, DIM a multiple of 128 up to 1024; D is aligned to 16 bytes and has 1 to 2**30 tokens.
+    fp16 or bf16, LQ at most 32, DIM a multiple of 128 up to 1024; D is aligned to 16 bytes and has 1 to 2**30 - 1 tokens.
     """
     _, LQ, DIM = Q.shape
     n, ND = out.size(1), D.size(1)
     if n == 0:
         return
     blocks = tuning.dense_ring_blocks(DIM)
-    programs = min(n, blocks.programs_per_sm * tuning.num_sms(D.device))
-    late, part = tuning.dense_ring_share(n, programs, DIM)
+    programs, late, part = n, 0, 0
+    if blocks.programs_per_sm is not None:
+        programs = min(n, blocks.programs_per_sm * tuning.num_sms(D.device))
+        late, part = tuning.dense_ring_share(n, programs, DIM)
     layout = gl.NVMMASharedLayout(128, 16, rank=2)
     desc = TensorDescriptor(D, [2 * len(D) * ND, DIM // 2], [DIM // 2, 1], [blocks.rows, 64], layout)
     _dense_ring_kernel[(programs + late,)](

@@ -361,11 +361,17 @@ class DenseRingBlocks:
     tokens: int  # of a stage; each is two rows of it
     rows: int  # of a box of TMA
     stages: int
-    programs_per_sm: int
+    programs_per_sm: int | None  # None: one for every passage
 
 
 def dense_ring_blocks(DIM: int) -> DenseRingBlocks:
-    """``dense_ring_kernel``: two programs a multiprocessor, up to 108 KB on their way to each. As measured."""
+    """``dense_ring_kernel``: two programs a multiprocessor, up to 108 KB on their way to each. As measured.
+
+    At 128 dimensions a passage is one or a few tiles: the hardware starts a program where another has ended, whose
+    start the others' reads cover, and no list is so short that the shares come out uneven.
+    """
+    if DIM == 128:
+        return DenseRingBlocks(128, rows=256, stages=1, programs_per_sm=None)
     tokens = 64 if DIM < 384 else 32 if DIM <= 768 else 16
     return DenseRingBlocks(tokens, rows=2 * tokens, stages=(108 << 10) // (tokens * DIM * 2), programs_per_sm=2)
 
@@ -376,13 +382,13 @@ def dense_ring_share(n: int, programs: int, DIM: int) -> tuple[int, int]:
     return (min(8 * programs, n // (20 * run)), 20) if n >= 32 * run * programs else (0, 0)
 
 
-def dense_is_ring(arch: int, dtype: torch.dtype, DIM: int, NQ: int, LQ: int, tokens: int) -> bool:
-    """Whether ``dense_ring_kernel`` scores passages of one length: of rows too wide for ``dense_kernel``'s pipeline.
-
-    ``tokens`` of all passages: half a token is a row, numbered in 31 bits.
-    """
-    fits = dtype.itemsize == 2 and DIM % 128 == 0 and DIM <= 1024 and LQ <= 32 and tokens <= 2**30
-    return _runs_gluon() and arch == 90 and fits and DIM > 128 and NQ == 1
+def dense_is_ring(arch: int, dtype: torch.dtype, DIM: int, NQ: int, LQ: int, n: int, ND: int) -> bool:
+    """Whether ``dense_ring_kernel`` scores ``n`` passages of ND tokens: of rows too wide for ``dense_kernel``'s
+    pipeline, or of whole tiles of 128 tokens."""
+    fits = dtype.itemsize == 2 and DIM % 128 == 0 and DIM <= 1024 and LQ <= 32
+    # Half a token is a row, and their number a positive int32.
+    fits = fits and n * ND < 2**30 and (DIM > 128 or ND % 128 == 0)
+    return _runs_gluon() and arch == 90 and fits and NQ == 1
 
 
 @dataclass(frozen=True)

@@ -319,7 +319,7 @@ def test_dense(NQ, LQ, kernel, dtype):
 @pytest.mark.gigabytes(6)
 def test_dense_ring():
     """Element numbers of wide rows pass 2**31."""
-    if not tuning.dense_is_ring(tuning.arch(torch.device(DEVICE)), torch.float16, 768, 1, 32, 2**22):
+    if not tuning.dense_is_ring(tuning.arch(torch.device(DEVICE)), torch.float16, 768, 1, 32, 2**16, 64):
         pytest.skip("expected sm_90")
     g = torch.Generator(DEVICE).manual_seed(1)
     D = torch.zeros(2**31 // (64 * 768) + 12, 64, 768, dtype=torch.float16, device=DEVICE)

@@ -203,7 +203,7 @@ def launch_dense(NQ: int, LQ: int, DIM: int, dtype: torch.dtype, layout: str, pr
         "pids": (packed, (None, offsets, pids, out, count)),
     }[layout]
     arch, fixed = tuning.arch(D.device), layout in ("full", "few")
-    if fixed and tuning.dense_is_ring(arch, dtype, DIM, NQ, LQ, 128 * n):
+    if fixed and tuning.dense_is_ring(arch, dtype, DIM, NQ, LQ, n, 128):
         dense_ring_kernel.dense_maxsim(Q, D, out, None)
         return
     fast = tuning.dense_is_fast(arch, dtype, precision, DIM, NQ * LQ, fixed)

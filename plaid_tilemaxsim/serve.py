@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import gc
 import json
 import logging
 import math
@@ -24,9 +26,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,7 @@ except ImportError as error:
     raise ImportError(f"{error.name} is not installed here; pip install 'plaid-tilemaxsim[serve]'") from None
 
 from plaid_tilemaxsim import __version__, enable
-from plaid_tilemaxsim.funnel import default_params
+from plaid_tilemaxsim.graphs import collect
 from plaid_tilemaxsim.metrics import NAMESPACE, SECONDS, SearchMetrics
 from plaid_tilemaxsim.serve_requests import Limits, Query, Refused, parse
 
@@ -62,6 +64,8 @@ CLIENT_GONE = 499  # the status of a request that nobody hears the answer of; fo
 BODY_SECONDS = IDLE_SECONDS = 10.0
 # Searches in a row whose failure makes /health say so.
 FAILING = 3
+# Up to each of these k the search's defaults are the same (``funnel.default_params``).
+SAME_SEARCH = (10, 100, 1024)
 
 
 @dataclass(frozen=True)
@@ -74,16 +78,17 @@ class Answer:
 class _Waiting:
     query: Query
     arrived: float
-    answer: Future[Answer] = field(default_factory=Future)
+    answer: Any  # a future, of concurrent.futures or of asyncio
 
 
 class Batcher:
     """One thread that answers queries in batches, in the order they come.
 
     search: answers a batch in order; called from that thread alone. A batch starts when ``max_batch`` queries wait or
-    the first has waited ``max_wait_ms``, so a busy server batches what came meanwhile. Where a batch fails, its queries
-    are tried one by one: nobody fails for another's query. observe: gets each batch's size and the seconds that its
-    first query waited.
+    the first has waited ``max_wait_ms``: at once where that is 0, and a busy server batches what came meanwhile. Where
+    a batch fails, its queries are tried one by one: nobody fails for another's query. observe: gets each batch's size
+    and the seconds that its first query waited. deliver: calls what it gets, which sets the futures of a whole batch,
+    in the thread that these belong to; by default in the batcher's own.
     """
 
     def __init__(
@@ -91,10 +96,12 @@ class Batcher:
         search: Callable[[Sequence[Query]], Sequence[Answer]],
         limits: Limits,
         observe: Callable[[int, float], None] = lambda queries, seconds: None,
+        deliver: Callable[[Callable[[], None]], Any] = lambda settle: settle(),
     ) -> None:
         self._search = search
         self._limits = limits
         self._observe = observe
+        self._deliver = deliver
         self._waiting: deque[_Waiting] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -110,10 +117,11 @@ class Batcher:
     def healthy(self) -> bool:
         return self._thread.is_alive() and not self._closing and self._failures < FAILING
 
-    def submit(self, queries: Sequence[Query]) -> list[Future[Answer]]:
-        """All of them or, where they do not all fit into the queue, Refused with status 503."""
+    def submit(self, queries: Sequence[Query], future: Callable[[], Any] = Future) -> list[Any]:
+        """Futures of their answers, made by ``future``, for all or, where they do not all fit into the queue, Refused
+        with status 503."""
         now = time.monotonic()
-        items = [_Waiting(query, now) for query in queries]
+        items = [_Waiting(query, now, future()) for query in queries]
         with self._changed:
             if self._closing:
                 raise Refused(503, "the server is shutting down")
@@ -134,7 +142,7 @@ class Batcher:
         while batch := self._next():
             self._observe(len(batch), time.monotonic() - batch[0].arrived)
             # A client that has gone cancelled its query.
-            self._answer([item for item in batch if item.answer.set_running_or_notify_cancel()])
+            self._answer([item for item in batch if not item.answer.cancelled()])
 
     def _next(self) -> list[_Waiting]:
         """The next batch, once it is due; empty when there will be none."""
@@ -143,37 +151,63 @@ class Batcher:
             self._changed.wait_for(lambda: waiting or self._closing)
             if waiting:
                 left = waiting[0].arrived + self._limits.max_wait_ms / 1e3 - time.monotonic()
-                self._changed.wait_for(lambda: len(waiting) >= most or self._closing, timeout=max(left, 0))
-            return [waiting.popleft() for _ in range(min(most, len(waiting)))]
+                if left > 0:
+                    self._changed.wait_for(lambda: len(waiting) >= most or self._closing, timeout=left)
+            return [waiting.popleft() for _ in range(_batch_size(min(most, len(waiting))))]
 
     def _answer(self, batch: Sequence[_Waiting]) -> None:
         if not batch:
             return
+        answers: Sequence[Answer | Exception]
         try:
             answers = self._search([item.query for item in batch])
+            self._failures = 0
         except Exception as error:  # noqa: BLE001 (its client gets it)
             if len(batch) > 1:
                 for item in batch:
                     self._answer([item])
                 return
             self._failures += 1
-            batch[0].answer.set_exception(error)
-            return
-        self._failures = 0
-        for item, answer in zip(batch, answers, strict=True):
-            item.answer.set_result(answer)
+            answers = [error]
+        # One call for all of them: each would wake the clients' thread, which then keeps this one from the next batch.
+        self._deliver(functools.partial(_settle, [item.answer for item in batch], answers))
+
+
+def _batch_size(queries: int) -> int:
+    """How many of those that wait to take: a GPU searches as many as the next power of two, however few there are.
+
+    Where a third of that or more would be for nobody, the power of two below, which others may join the rest of.
+    """
+    below = 1 << (queries.bit_length() - 1) if queries else 0
+    return queries if 2 * queries >= 3 * below else below
+
+
+def _settle(futures: Sequence[Any], answers: Sequence[Answer | Exception]) -> None:
+    for future, answer in zip(futures, answers, strict=True):
+        if future.done():
+            continue
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
 
 
 class BatchSearch:
-    """Answers batches with a Searcher: all texts are encoded at once, then searched at once."""
+    """Answers batches with a Searcher: all texts are encoded at once, then searched at once.
 
-    def __init__(self, searcher: Any, max_k: int) -> None:
+    encoded: gets the seconds of every encoding; on a GPU only what the host has to do with it.
+    """
+
+    def __init__(self, searcher: Any, max_k: int, encoded: Callable[[float], Any] = lambda seconds: None) -> None:
         self._searcher = searcher
         self._max_k = max_k
+        self._encoded = encoded
 
     def __call__(self, queries: Sequence[Query]) -> list[Answer]:
         ranker, config = self._searcher.ranker, self._searcher.config
+        began = time.perf_counter()
         Q = self._searcher.encode([query.text for query in queries])
+        self._encoded(time.perf_counter() - began)
         found: dict[int, tuple[list[int], list[float]]] = {}
         together: dict[int, list[int]] = {}
         for i, query in enumerate(queries):
@@ -186,7 +220,8 @@ class BatchSearch:
             if len(members) == 1:  # has a faster way than a batch
                 found[members[0]] = ranker.search(config, Q[members[0]][None], k)
             else:
-                found.update(zip(members, ranker.search_batch(config, Q[members], k), strict=True))
+                asked = Q if len(members) == len(Q) else Q[members]
+                found.update(zip(members, ranker.search_batch(config, asked, k), strict=True))
         return [Answer(found[i][0][: query.k], found[i][1][: query.k]) for i, query in enumerate(queries)]
 
     def _shared_k(self, k: int) -> int:
@@ -194,17 +229,35 @@ class BatchSearch:
 
         So queries of different k share a batch, and clients cannot make a GPU record a graph for every k.
         """
-        same = (n for n in (10, 100, 1024, self._max_k) if default_params(n) == default_params(k))
-        return max((n for n in same if k <= n <= self._max_k), default=k)
+        return next((min(n, self._max_k) for n in SAME_SEARCH if k <= n), k)
 
     def warmup(self, max_batch: int) -> None:
-        """Compile, and on a GPU record, the searches of full and smaller batches for every range of k."""
+        """Compile, and on a GPU record, the searches of batches of every size for every range of k."""
         sizes = [1] if self._searcher.config.total_visible_gpus == 0 else [2**i for i in range(max_batch.bit_length())]
-        for k in {min(n, self._max_k) for n in (10, 100, 1000)}:
-            for n in {*sizes, max_batch}:
-                self([Query("warm up", k)] * n)
-            if self._searcher.ranker.num_passages:
-                self([Query("warm up", k, [0])])
+        sizes = sorted({*sizes, max_batch})
+        ks = sorted({min(n, self._max_k) for n in SAME_SEARCH})
+        # Once more when all are recorded, since a recording takes from torch what memory it has at hand.
+        for what in ("compiled", "run again"):
+            for k in ks:
+                for n in sizes:
+                    began = time.perf_counter()
+                    self([Query("warm up", k)] * n)
+                    logger.info("batches of %d, k = %d: %s in %.2f s", n, k, what, time.perf_counter() - began)
+                if self._searcher.ranker.num_passages:
+                    self([Query("warm up", k, [0])])
+
+
+class _App(FastAPI):
+    """Takes POST /search past FastAPI's routes and middleware, which take longer than what ``search`` does itself."""
+
+    search: Callable[[Request], Awaitable[Response]]
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] == "/search":
+            response = await self.search(Request(scope, receive))
+            await response(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
 
 
 def create_app(searcher: Any, limits: Limits | None = None, texts: Sequence[str] | None = None) -> FastAPI:
@@ -222,26 +275,29 @@ def create_app(searcher: Any, limits: Limits | None = None, texts: Sequence[str]
     seconds = Histogram("http_request_seconds", "Time of an answered request", buckets=SECONDS, **named)
     sizes = Histogram("batch_queries", "Queries of a batch", buckets=[2**i for i in range(11)], **named)
     waits = Histogram("wait_seconds", "Time that a batch's first query waited", buckets=SECONDS, **named)
+    encodes = Histogram("encode_seconds", "Host's time to encode a batch", buckets=SECONDS, **named)
     queue = Gauge("waiting_queries", "Queries that wait now", **named)
 
     def observe(queries: int, waited: float) -> None:
         sizes.observe(queries)
         waits.observe(waited)
 
-    search_batch = BatchSearch(searcher, limits.max_k)
-    search_batch.warmup(limits.max_batch)
+    BatchSearch(searcher, limits.max_k).warmup(limits.max_batch)
     SearchMetrics(registry).attach(searcher.ranker)
-    batcher = Batcher(search_batch, limits, observe)
-    queue.set_function(lambda: len(batcher))
+    batcher: Batcher
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        nonlocal batcher
+        search_batch = BatchSearch(searcher, limits.max_k, encodes.observe)
+        batcher = Batcher(search_batch, limits, observe, asyncio.get_running_loop().call_soon_threadsafe)
+        queue.set_function(lambda: len(batcher))
         yield
         await asyncio.to_thread(batcher.close)
         searcher.ranker.close()
 
     # FastAPI's documentation pages load scripts from elsewhere.
-    app = FastAPI(title="plaid-tilemaxsim", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = _App(title="plaid-tilemaxsim", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
 
     @app.exception_handler(HTTPException)
     async def refuse(request: Request, error: HTTPException) -> Response:
@@ -265,7 +321,8 @@ def create_app(searcher: Any, limits: Limits | None = None, texts: Sequence[str]
         headers = None
         try:
             wanted = parse(await _read(request, limits.max_body_bytes), limits, num_passages, texts is not None)
-            answers = await asyncio.gather(*map(asyncio.wrap_future, batcher.submit(wanted.queries)))
+            future = asyncio.get_running_loop().create_future
+            answers = await asyncio.gather(*batcher.submit(wanted.queries, future))
             results = [_result(answer, texts if wanted.with_text else None) for answer in answers]
             response = _json(200, results[0] if wanted.single else {"results": results})
             seconds.observe(time.perf_counter() - began)
@@ -281,6 +338,7 @@ def create_app(searcher: Any, limits: Limits | None = None, texts: Sequence[str]
         requests.labels(str(response.status_code)).inc()
         return response
 
+    app.search = search
     return app
 
 
@@ -316,9 +374,11 @@ def _result(answer: Answer, texts: Sequence[str] | None) -> dict[str, Any]:
     return result if texts is None else {**result, "passages": [texts[pid] for pid in answer.pids]}
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False, separators=(",", ":")).encode
+
+
 def _json(status: int, content: Any, headers: Mapping[str, str] | None = None) -> Response:
-    body = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return Response(body.encode(), status, headers, "application/json")
+    return Response(_encode(content).encode(), status, headers, "application/json")
 
 
 def _openapi(limits: Limits) -> dict[str, Any]:
@@ -495,9 +555,16 @@ def serve(load: Callable[[], FastAPI], host: str, port: int, *, shutdown_seconds
         server.ready = True
         print(at, flush=True)
 
+    def loaded() -> FastAPI:
+        app = load()
+        # Nearly all of it stays; looking through it for garbage once more would stop all requests for that long.
+        collect()
+        gc.freeze()
+        return app
+
     config = uvicorn.Config(
-        Deferred(load, done), http=Connection, ws="none", log_level="warning", access_log=False, server_header=False,
-        timeout_graceful_shutdown=math.ceil(shutdown_seconds),
+        Deferred(loaded, done), http=Connection, ws="none", log_level="warning", access_log=False, server_header=False,
+        proxy_headers=False, timeout_graceful_shutdown=math.ceil(shutdown_seconds),
     )  # fmt: skip
     server = _Server(config)
     try:
@@ -519,6 +586,7 @@ def serve(load: Callable[[], FastAPI], host: str, port: int, *, shutdown_seconds
         try:
             server.run(sockets=[listener])
         finally:
+            gc.unfreeze()
             for number, handler in before.items():
                 signal.signal(number, handler)
     if failed:

@@ -20,7 +20,7 @@ class Limits:
     """What a server takes on; each is an option of the command line."""
 
     max_batch: int = _limit(32, "queries of one batch")
-    max_wait_ms: float = _limit(1.0, "time that a query waits for others to share its batch")
+    max_wait_ms: float = _limit(0.0, "time that a query waits for others to share its batch")
     max_queue: int = _limit(1024, "queries that may wait; a request beyond that is answered 503")
     max_k: int = _limit(1000, "results of a query")
     max_queries: int = _limit(128, "queries of a request")

@@ -462,6 +462,33 @@ def _read_collection(path: str, passages: int) -> Any:
     return read
 
 
+class _Joined:
+    """A transport that sends an answer's head together with its body, which uvicorn writes one after the other."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._held = b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if self._held or not data:
+            self._flush(data)
+        else:
+            self._held = data
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self, data: bytes = b"") -> None:
+        data, self._held = self._held + data, b""
+        if data:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+
 class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """Ends where a client begins no request, or takes nothing of an answer, for IDLE_SECONDS.
 
@@ -469,7 +496,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
+        super().connection_made(_Joined(transport))  # type: ignore[arg-type]
         self._before: Any = None
         self._check()
 

@@ -30,11 +30,25 @@ def _query_tile(Q_ptr, q0, d0, LQ, DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLO
 
 
 @triton.jit
-def _take_largest(keys, at):
-    """Writes the largest key of every column and returns the rest; keys [BLOCK_C, BLOCK_Q], each once."""
-    top = tl.max(keys, 0)
-    tl.store(at, top)
-    return tl.where(keys == top[None, :], -9223372036854775808, keys)
+def _two_halves(q):
+    """fp32 as the sum of two fp16, to 22 bits."""
+    hi = q.to(tl.float16)
+    return hi, (q - hi.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def _take_largest(s, row, C, at):
+    """Writes the key of the largest score of every column and returns the rest; s [BLOCK_C, BLOCK_Q].
+
+    The smaller row of equal ones; a column without scores (NaN) or with less than are asked for has a row below C too.
+    """
+    top = tl.max(s, 0)
+    first = tl.minimum(tl.min(tl.where(s == top[None, :], row[:, None], C - 1), 0), C - 1)
+    # order-preserving int32 image of the score; adding 0.0 makes -0.0 equal to 0.0
+    bits = (top + 0.0).to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    tl.store(at, (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - first))
+    return tl.where(row[:, None] == first[None, :], float("-inf"), s)
 
 
 @triton.jit(do_not_specialize=["C", "LQ"])
@@ -52,10 +66,16 @@ def _centroid_scores_kernel(
             squares += tl.sum(q * q, 0)
         norm2 = tl.maximum(norm2, tl.max(squares, 0))
     scale = tl.sqrt(norm2) * cmax / 32767.0
-    per_step = tl.where(scale > 0, 1.0 / tl.maximum(scale, 1e-38), 0.0)
+    # 1e-38, which fp32 cannot hold as a normal number, would make this and what it multiplies fp64
+    per_step = tl.where(scale > 0, 1.0 / tl.maximum(scale, 1e-37), 0.0)
     if tl.program_id(0) == 0:
         tl.store(scale_ptr, scale)
         tl.store(table_ptr + C.to(tl.int64) * LQP + tl.arange(0, LQP), tl.full([LQP], -32768, dtype=tl.int16))
+
+    # A query of one tile is split once: from inside the loop it would be read again for every block.
+    ONE: tl.constexpr = LQP == BLOCK_Q and DIM <= BLOCK_D
+    if ONE:
+        hi_all, lo_all = _two_halves(_query_tile(Q_ptr, 0, 0, LQ, DIM, BLOCK_Q, BLOCK_D))
 
     for block in range(tl.program_id(0), tl.cdiv(C, BLOCK_C), tl.num_programs(0)):
         c = block * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -68,33 +88,31 @@ def _centroid_scores_kernel(
                 d = d0 + tl.arange(0, BLOCK_D)
                 live = (c < C)[:, None] & (d < DIM)[None, :]
                 e = tl.load(centroids_ptr + row[:, None] * DIM + d[None, :], mask=live, other=0.0)
-                q = _query_tile(Q_ptr, q0, d0, LQ, DIM, BLOCK_Q, BLOCK_D)
-                hi = q.to(tl.float16)
-                lo = (q - hi.to(tl.float32)).to(tl.float16)
+                if ONE:
+                    hi, lo = hi_all, lo_all
+                else:
+                    hi, lo = _two_halves(_query_tile(Q_ptr, q0, d0, LQ, DIM, BLOCK_Q, BLOCK_D))
                 s = tl.dot(e, hi, s)
                 s = tl.dot(e, lo, s)
             col = q0 + tl.arange(0, BLOCK_Q)
-            # rint would need a device library; the clamp only meets rounding of the norms
-            steps = tl.floor(s * per_step + 0.5)
-            steps = tl.minimum(tl.maximum(steps, -32767.0), 32767.0).to(tl.int16)
+            # The clamp only meets rounding of the norms. In 1.5 * 2^23 + x the last bits are x, rounded to even: a
+            # conversion would take eight times as long.
+            steps = tl.minimum(tl.maximum(s * per_step, -32767.0), 32767.0) + 12582912.0
+            steps = steps.to(tl.int32, bitcast=True).to(tl.int16)
             tl.store(table_ptr + row[:, None] * LQP + col[None, :], steps, mask=(c < C)[:, None])
             if HAS_KEEP:
                 best = tl.maximum(best, tl.max(tl.where((col < LQ)[None, :], s, float("-inf")), 1))
             if NCELLS > 0:
-                # order-preserving int32 image of the score; adding 0.0 makes -0.0 equal to 0.0
-                bits = (s + 0.0).to(tl.int32, bitcast=True)
-                ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-                keys = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - row)[:, None]
-                keys = tl.where((c < C)[:, None], keys, -9223372036854775808)
+                rest = tl.where((c < C)[:, None], s, float("-inf"))
                 at = cells_ptr + tl.cast(block, tl.int64) * NCELLS * LQP + col
                 # unrolled while short: an inner loop would keep the loads of the next block from being
                 # started
                 if NCELLS <= 4:
                     for j in tl.static_range(NCELLS):
-                        keys = _take_largest(keys, at + j * LQP)
+                        rest = _take_largest(rest, c, C, at + j * LQP)
                 else:
                     for j in range(NCELLS):
-                        keys = _take_largest(keys, at + j * LQP)
+                        rest = _take_largest(rest, c, C, at + j * LQP)
         if HAS_KEEP:
             keep = ((best >= threshold) & (c < C)).to(tl.int32)
             tl.store(keep_ptr + c, keep.to(tl.uint8), mask=c < C)

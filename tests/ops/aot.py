@@ -61,6 +61,7 @@ class Compiled:
     constants: dict[str, Any]
     registers: int
     spills: int  # loads and stores of local memory in the machine code
+    doubles: int  # instructions of fp64
     shared_bytes: int
     num_warps: int
     num_stages: int
@@ -111,14 +112,15 @@ def compiling_for(arch: int) -> Iterator[list[Compiled]]:
             kernel = self.warmup(*args, grid=grid, **kwargs)
             constants = {k: v for k, v in kwargs.items() if k.isupper()}
             use = _resources(kernel.asm["cubin"])
-            meta = kernel.metadata
+            meta, code = kernel.metadata, _tool("nvdisasm", "-c", cubin=kernel.asm["cubin"])
             compiled.append(
                 Compiled(
                     module=self.fn.__module__.rsplit(".")[-1],
                     kernel=self.__name__,
                     constants=constants,
                     registers=use["REG"],
-                    spills=len(re.findall(r"\b(LDL|STL)\b", _tool("nvdisasm", "-c", cubin=kernel.asm["cubin"]))),
+                    spills=len(re.findall(r"\b(LDL|STL)\b", code)),
+                    doubles=len(re.findall(r"\bD(ADD|MUL|FMA|SETP)\b|\.F64", code)),
                     shared_bytes=meta.shared,
                     num_warps=meta.num_warps,
                     num_stages=meta.num_stages,
@@ -269,6 +271,7 @@ def launch_quick() -> None:
         launch_residual(residual_fast_kernel, 32, 128, nbits, torch.int32, True, torch.uint16)
         launch_fp32(32, 128, nbits, torch.int32, True)
     launch_dense(1, 32, 128, torch.float16, "full")
+    launch_dense(8, 32, 128, torch.float16, "full")
     launch_dense(1, 32, 768, torch.bfloat16, "full")
     launch_dense(1, 32, 128, torch.float16, "pids")
     for NQ in (1, 8):

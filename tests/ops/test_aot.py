@@ -34,6 +34,8 @@ def check(arch, kernels):
 
     wrong = [k for k in kernels if k["spills"] > spills(k) or k["shared_bytes"] > SHARED_LIMIT[arch]]
     assert not wrong, "\n".join(map(str, wrong))
+    # one constant that fp32 cannot hold makes all that it meets fp64
+    assert not [k for k in kernels if k["doubles"]]
     assert all(0 < k["registers"] <= 255 for k in kernels)
 
 

@@ -233,18 +233,19 @@ class BatchSearch:
 
     def warmup(self, max_batch: int) -> None:
         """Compile, and on a GPU record, the searches of batches of every size for every range of k."""
-        sizes = [1] if self._searcher.config.total_visible_gpus == 0 else [2**i for i in range(max_batch.bit_length())]
-        sizes = sorted({*sizes, max_batch})
-        ks = sorted({min(n, self._max_k) for n in SAME_SEARCH})
-        # Once more when all are recorded, since a recording takes from torch what memory it has at hand.
-        for what in ("compiled", "run again"):
-            for k in ks:
+        ranker, on_gpu = self._searcher.ranker, self._searcher.config.total_visible_gpus > 0
+        # The largest first, whose memory the others then share.
+        sizes = [max_batch, *(2**i for i in reversed(range((max_batch - 1).bit_length())) if on_gpu or i == 0)]
+        # Once more when all are recorded: each recording takes from torch what memory it has at hand.
+        for again in (False, True)[: 1 + on_gpu]:
+            for k in sorted({min(n, self._max_k) for n in SAME_SEARCH}):
+                began = time.perf_counter()
                 for n in sizes:
-                    began = time.perf_counter()
                     self([Query("warm up", k)] * n)
-                    logger.info("batches of %d, k = %d: %s in %.2f s", n, k, what, time.perf_counter() - began)
-                if self._searcher.ranker.num_passages:
+                if ranker.num_passages:
                     self([Query("warm up", k, [0])])
+                if not again:
+                    logger.info("k = %d: batches of %s ready after %.1f s", k, sizes, time.perf_counter() - began)
 
 
 class _App(FastAPI):
@@ -462,33 +463,6 @@ def _read_collection(path: str, passages: int) -> Any:
     return read
 
 
-class _Joined:
-    """A transport that sends an answer's head together with its body, which uvicorn writes one after the other."""
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._held = b""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        if self._held or not data:
-            self._flush(data)
-        else:
-            self._held = data
-            asyncio.get_running_loop().call_soon(self._flush)
-
-    def _flush(self, data: bytes = b"") -> None:
-        data, self._held = self._held + data, b""
-        if data:
-            self._transport.write(data)
-
-    def close(self) -> None:
-        self._flush()
-        self._transport.close()
-
-
 class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """Ends where a client begins no request, or takes nothing of an answer, for IDLE_SECONDS.
 
@@ -496,7 +470,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(_Joined(transport))  # type: ignore[arg-type]
+        super().connection_made(transport)
         self._before: Any = None
         self._check()
 

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import io
 import json
+import logging
 import os
 import sys
 import types
@@ -354,6 +355,9 @@ def _tune(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace) -> int:
     limits = Limits(**{limit.name: getattr(args, limit.name) for limit in dataclasses.fields(Limits)})
     from plaid_tilemaxsim import serve
+
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("plaid_tilemaxsim").setLevel(logging.INFO)  # how far loading is
 
     def load() -> serve.FastAPI:
         searcher, texts = serve.open_searcher(

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import logging
 import math
 import pickle
 import queue
@@ -13,8 +14,10 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
+import torch
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
@@ -26,6 +29,7 @@ from hypothesis import strategies as st
 
 import plaid_tilemaxsim
 from plaid_tilemaxsim import cli, serve
+from plaid_tilemaxsim.funnel import default_params
 from plaid_tilemaxsim.serve_requests import FIELDS, Limits, Query, Refused, SearchRequest, parse
 from scripts import bench_serve
 from tests.colbert_fixtures import PASSAGES, checkpoint, collection, index  # noqa: F401
@@ -193,6 +197,44 @@ class TestBatcher:
         assert [gate.asked.get(timeout=30) for _ in range(2)] == [["bb", "ccc", "dddd"], ["eeeee"]]
         assert batcher.healthy
 
+    def test_does_not_wait_when_idle(self, gate):
+        gate.open.set()
+        assert Limits().max_wait_ms == 0
+        batcher = serve.Batcher(gate, Limits())
+        batcher.submit(queries("a"))[0].result(30)
+        began = time.monotonic()
+        for _ in range(100):
+            batcher.submit(queries("a"))[0].result(30)
+        assert time.monotonic() - began < 1
+        batcher.close()
+
+    def test_sizes_waste_no_third_of_a_launch(self, gate):
+        sizes = [serve._batch_size(n) for n in range(34)]
+        assert sizes == [0, 1, 2, 3, 4, 4, 6, 7, 8, 8, 8, 8, *range(12, 17), *[16] * 7, *range(24, 33), 32]
+        for asked, taken in enumerate(sizes):
+            assert taken == asked or 2 * asked < 3 * taken, (asked, taken)
+            assert taken * 4 >= 3 * (1 << (taken - 1).bit_length()) or taken in (0, 1, 2)
+
+    def test_a_batch_is_delivered_at_once_where_its_futures_belong(self, gate):
+        """And the next one begins before anybody has taken it."""
+        delivered: list = []
+        batcher = serve.Batcher(gate, Limits(max_batch=2), deliver=delivered.append)
+        first = batcher.submit(queries("a"))
+        assert gate.asked.get(timeout=30) == ["a"]
+        later = batcher.submit(queries("bb", "ccc", "bad"))
+        gate.open.set()
+        assert [gate.asked.get(timeout=30) for _ in range(2)] == [["bb", "ccc"], ["bad"]]
+        batcher.close()
+        assert len(delivered) == 3
+        assert not any(future.done() for future in first + later)
+        later[0].cancel()
+        for settle in delivered:
+            settle()
+        assert [future.result(0).pids for future in (first[0], later[1])] == [[1], [3]]
+        assert later[0].cancelled()
+        with pytest.raises(RuntimeError, match="a bad query"):
+            later[2].result(0)
+
     def test_waits_for_company_no_longer_than_asked(self, gate):
         gate.open.set()
         batcher = serve.Batcher(gate, Limits(max_batch=2, max_wait_ms=1000))
@@ -255,6 +297,68 @@ class TestBatcher:
         assert not batcher.healthy
         with pytest.raises(Refused, match="shutting down"):
             batcher.submit(queries("a"))
+
+
+class TestBatchSearch:
+    """Around a searcher that notes what it is asked."""
+
+    @pytest.fixture
+    def search(self):
+        class Ranker:
+            num_passages = 5
+
+            def __init__(self):
+                self.asked = []
+
+            def search(self, config, Q, k, pids=None):
+                self.asked.append((1, k) if pids is None else (1, k, len(pids)))
+                return self._answer(Q[0], k)
+
+            def search_batch(self, config, Q, k):
+                self.asked.append((len(Q), k))
+                return [self._answer(q, k) for q in Q]
+
+            def _answer(self, q, k):
+                return [int(q[0, 0])] * k, [0.5] * k
+
+        class Searcher:
+            ranker, config = Ranker(), types.SimpleNamespace(total_visible_gpus=1)
+
+            def encode(self, texts):
+                return torch.tensor([len(text) for text in texts]).view(-1, 1, 1)
+
+        return serve.BatchSearch(Searcher(), 500)
+
+    def test_queries_of_one_search_go_together(self, search):
+        ks = (3, 500, 10, 11, 100, 101)
+        answers = search([Query("a" * k, k) for k in ks] + [Query("a", 7, [1, 2])])
+        assert [answer.pids for answer in answers] == [[k] * k for k in ks] + [[1] * 7]
+        assert sorted(search._searcher.ranker.asked) == [(1, 10, 2), (2, 10), (2, 100), (2, 500)]
+
+    @pytest.mark.parametrize("max_k", [1, 10, 60, 100, 1000, 5000])
+    def test_k_is_raised_within_the_same_search(self, max_k):
+        search = serve.BatchSearch(None, max_k)
+        for k in range(1, max_k + 1):
+            shared = search._shared_k(k)
+            assert k <= shared <= max_k
+            assert default_params(shared) == default_params(k)
+
+    @pytest.mark.parametrize("most", [1, 5, 32, 100])
+    def test_warm_up_meets_every_size(self, search, most, caplog):
+        """Whatever the server forms takes as many lanes, for one of the same k, as some batch before."""
+        with caplog.at_level(logging.INFO, "plaid_tilemaxsim"):
+            search.warmup(most)
+        asked, search._searcher.ranker.asked = search._searcher.ranker.asked, []
+        assert len(caplog.records) == 3
+        assert asked[: len(asked) // 2] == asked[len(asked) // 2 :]
+
+        def recordings(calls):
+            return {(min(32, 1 << (size - 1).bit_length()), size == 1, *rest) for size, *rest in calls}
+
+        for n in range(1, most + 1):
+            for k in (1, 10, 11, 150, 500):
+                search([Query("a", k)] * n)
+        assert recordings(search._searcher.ranker.asked) <= recordings(asked)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -526,6 +630,18 @@ class TestDeferred:
             process.stdout.close()
 
 
+def test_nothing_of_what_is_loaded_is_looked_through_again():
+    code = "import gc\nfrom plaid_tilemaxsim import serve\n"
+    code += "app = serve.FastAPI()\napp.get('/')(lambda: gc.get_freeze_count())\n"
+    code += "serve.serve(lambda: app, '127.0.0.1', 0)\nprint(gc.get_freeze_count())\n"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert call(process.stdout.readline().strip(), "GET", "/")[2] > 10_000
+    process.terminate()
+    assert process.wait(30) == 0
+    assert process.stdout.read() == "0\n"
+    process.stdout.close()
+
+
 class TestCommand:
     def test_load_meets_the_script_s_checks(self, index, checkpoint, tmp_path):  # noqa: F811
         out = tmp_path / "serve.json"
@@ -537,6 +653,9 @@ class TestCommand:
         assert figures["errors"] == 0
         assert figures["agreement"] == figures["pids_agreement"] == 1
         assert 0 < figures["serve_p50_ms"] <= figures["serve_p99_ms"]
+        assert 1 < figures["serve_batch_mean_clients8"] <= 8
+        assert 0 < figures["serve_wait_ms"] < figures["serve_p99_ms"]
+        assert 0 < figures["serve_encode_ms"] + figures["serve_search_ms"] < figures["serve_p99_ms"]
         assert str(tmp_path) not in out.read_text()
 
     def test_sigterm_answers_what_was_accepted(self, index):  # noqa: F811

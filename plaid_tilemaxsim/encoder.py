@@ -1,7 +1,8 @@
 """Queries to embeddings as colbert-ai encodes them, with one launch where it has hundreds.
 
 ``Searcher.encode`` with ``scorer_options={"encoder": "fast"}``. On a GPU the checkpoint's model is recorded as a CUDA
-graph for each query length and power of two of queries; embeddings stay there, where the search takes them from. The
+graph for each query length and power of two of queries, in memory that all of these graphs share; others take the next
+power and leave its last rows to queries of before. Embeddings stay there, where the search takes them from. The
 arithmetic is stock's, fp16 autocast, from a copy of the model whose linear layers hold fp16 weights (stock casts them
 for every query) and share all other weights with the checkpoint. On a CPU, where there is nothing to record, the
 model runs as in stock. Knows colbert-ai's Checkpoint and QueryTokenizer, no index.
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,7 +101,9 @@ class QueryEncoder:
             self._tokenizer(texts[:1], padding="max_length", truncation=True, max_length=length - 1)
             self._length = length
         encoded = self._tokenizer.backend_tokenizer.encode_batch(texts)
-        tokens = torch.tensor([[e.ids for e in encoded], [e.attention_mask for e in encoded]])
+        # torch.tensor is slow over nested lists.
+        lists = [[e.ids for e in encoded], [e.attention_mask for e in encoded]]
+        tokens = torch.from_numpy(np.array(lists, dtype=np.int64))
         marker = torch.tensor([stock.Q_marker_token_id, 1])[:, None, None].expand(2, len(texts), 1)
         tokens = torch.cat((tokens[:, :, :1], marker, tokens[:, :, 1:]), dim=2)
         ids, mask = tokens

@@ -254,6 +254,34 @@ class TestRecorded:
                 assert_same(got, encoder._forward(encoder._tokens(texts, 32).cuda()), model)
         assert set(encoder._recordings) == {(8, 32), (1, 32), (4, 32)}
 
+    def test_batches_of_every_size(self, model):
+        """Within the budget of stock's, in one replay, whatever ran before; one alone has its bits before and after."""
+        texts = [f"{a} {b}" for a in WORDS[:13] for b in WORDS[20:30]][:MAX_BATCH]
+        encoder = QueryEncoder(model)
+        alone = encoder.encode(texts[:1], 32)
+        want = stock(model, texts)
+        for n in (128, 1, 2, 3, 5, 8, 17, 31, 32, 33, 64, 100):
+            got = encoder.encode(texts[:n], 32)
+            assert_same(got, want[:n], model)
+            assert torch.equal(encoder.encode(texts[:n], 32), got)
+            assert torch.equal(encoder.encode(texts[:1], 32), alone)
+        assert set(encoder._recordings) == {(2**i, 32) for i in range(8)}
+
+    def test_sizes_share_memory(self, model):
+        stock(model, TEXTS)
+        encoder = QueryEncoder(model)
+        texts = (TEXTS * 22)[:MAX_BATCH]
+
+        def reserved(n):
+            encoder.encode(texts[:n], 32)
+            torch.cuda.empty_cache()
+            return torch.cuda.memory_reserved()
+
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        first = reserved(MAX_BATCH)
+        assert max(reserved(2**i) for i in range(7)) - before <= 2 * (first - before)
+
     def test_close_frees_memory(self, model):
         stock(model, TEXTS)
         encoder = QueryEncoder(model)

@@ -92,7 +92,7 @@ class SearchEngine:
         allowed = None if allow is None else self.allow_mask(allow)
         with torch.no_grad():
             if pids is not None:
-                wanted = self._check_pids(pids)
+                wanted = self.check_pids(pids)
                 if allowed is not None:
                     wanted = wanted[allowed[wanted.long()]]
                 if filter_fn is not None:
@@ -152,7 +152,7 @@ class SearchEngine:
         self._check_ncells(params, given=candidates is not None)
         allowed = None if allow is None else self.allow_mask(allow)
         with torch.no_grad():
-            listed = None if candidates is None else self._check_pids(candidates).sort().values
+            listed = None if candidates is None else self.check_pids(candidates).sort().values
             if params.mode == "exhaustive" and listed is None and allowed is not None:
                 listed = allowed.nonzero()[:, 0].int()
             prunes = _prunes(params)
@@ -199,7 +199,7 @@ class SearchEngine:
         # pids on a GPU are checked there, by the search itself
         on_device = isinstance(pids, Tensor) and pids.is_cuda and pids.dtype == torch.int32
         later = on_device and self._device_search is not None and Q.size(0) == 1
-        wanted = self._listed(pids) if later else self._check_pids(pids)
+        wanted = self._listed(pids) if later else self.check_pids(pids)
         if Q.size(0) not in (1, wanted.numel()):
             raise ValueError(f"Q: expected 1 query or one for each of {wanted.numel()} pids, got {Q.size(0)}")
         with torch.no_grad():
@@ -322,7 +322,7 @@ class SearchEngine:
         if kept.dtype != torch.int32 or kept.device != pids.device or kept.dim() != 1:
             got = f"{kept.dtype} {list(kept.shape)} on {kept.device}"
             raise ValueError(f"filter_fn: expected to return an int32 [n] tensor on {pids.device}, got {got}")
-        return self._check_pids(kept)
+        return self.check_pids(kept)
 
     def _check_query(self, Q: Tensor, dim: int) -> Tensor:
         shape = "[LQ, DIM]" if dim == 2 else "[B, LQ, DIM]"
@@ -355,7 +355,8 @@ class SearchEngine:
                 f"ncells: expected at most the index's {self.index.num_centroids} centroids, got {params.ncells}"
             )
 
-    def _check_pids(self, pids: Tensor | list[int]) -> Tensor:
+    def check_pids(self, pids: Tensor | list[int]) -> Tensor:
+        """int32 [n] on the index's device. ValueError for what is no list of integers, IndexError for one outside."""
         wanted = _as_tensor("pids", pids)
         if wanted.numel():
             self._check_range(wanted)
@@ -386,7 +387,7 @@ class SearchEngine:
                 raise ValueError(f"allow: expected bool [{self.index.num_passages}], got {list(allow.shape)}")
             return allow.to(self.device)
         mask = torch.zeros(self.index.num_passages, dtype=torch.bool, device=self.device)
-        mask[self._check_pids(allow).long()] = True
+        mask[self.check_pids(allow).long()] = True
         return mask
 
     def _score_aligned(self, Q: Tensor, pids: Tensor) -> Tensor:

@@ -245,10 +245,7 @@ class TileMaxSimScorer(StockScorer):
         if Q.size(0) != 1:
             raise ValueError(f"Q: expected 1 query to prune pids by centroid_scores, got {Q.size(0)}")
         params = self._params(config, options, None, (), given=False)
-        outside = wanted[(wanted < 0) | (wanted >= engine.index.num_passages)]
-        if outside.numel():
-            raise IndexError(f"pids: expected 0 .. {engine.index.num_passages - 1}, got {outside[0].item()}")
-        candidates = wanted.to(engine.device, torch.int32)
+        candidates = engine.check_pids(wanted)
         kept, scores = engine.search(Q[0], params, filter_fn=lambda _: candidates)
         return scores.to(engine.device), kept.to(engine.device)
 
@@ -264,9 +261,9 @@ class TileMaxSimScorer(StockScorer):
         engine = self._get_engine(options_of(config))
         if config.ncells is None:
             raise ValueError("config.ncells: expected an integer >= 1, got None")
-        short = Q[0, : config.query_maxlen].to(engine.device, torch.float32)
-        centroids = engine.index.centroids.float()
-        return engine.candidates(short, _count("ncells", config.ncells)), centroids @ short.T
+        short = Q[0, : config.query_maxlen]  # where it is: queries in host memory are checked
+        pids = engine.candidates(short, _count("ncells", config.ncells))
+        return pids, engine.index.centroids.float() @ short.to(engine.device, torch.float32).T
 
     def changed(self) -> bool:
         """Whether the index's files are others than those that were loaded; reads only their names, sizes and times."""

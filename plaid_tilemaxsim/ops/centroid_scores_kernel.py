@@ -38,9 +38,9 @@ def _two_halves(q):
 
 @triton.jit
 def _take_largest(s, row, C, at):
-    """Writes the key of the largest score of every column and returns the rest; s [BLOCK_C, BLOCK_Q].
+    """Writes the key of the largest score of every column and returns the rest; s [BLOCK_C, BLOCK_Q], -inf for none.
 
-    The smaller row of equal ones; a column without scores (NaN) or with less than are asked for has a row below C too.
+    The smaller row of equal ones, below C even where none is left.
     """
     top = tl.max(s, 0)
     first = tl.minimum(tl.min(tl.where(s == top[None, :], row[:, None], C - 1), 0), C - 1)
@@ -103,7 +103,8 @@ def _centroid_scores_kernel(
             if HAS_KEEP:
                 best = tl.maximum(best, tl.max(tl.where((col < LQ)[None, :], s, float("-inf")), 1))
             if NCELLS > 0:
-                rest = tl.where((c < C)[:, None], s, float("-inf"))
+                # Not NaN nor -inf: what is a score goes before what is none, so that as many keys differ.
+                rest = tl.where((c < C)[:, None], tl.maximum(s, -3.4028234e38), float("-inf"))
                 at = cells_ptr + tl.cast(block, tl.int64) * NCELLS * LQP + col
                 # unrolled while short: an inner loop would keep the loads of the next block from being
                 # started

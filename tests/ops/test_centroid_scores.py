@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from plaid_tilemaxsim.ops import api
+from plaid_tilemaxsim.ops import api, centroid_scores_kernel
 from tests.ops.ragged import flags, make_collection, threshold_at
 
 # fp32 accumulation of exact products and Q's two fp16 parts, unit vectors: a few ulp of 1.
@@ -83,6 +83,19 @@ def test_cells_order_negative_scores_and_zeros(device):
     assert (got[0] == 20).all()
     assert (got[1] == 31).all()
     assert torch.equal(got[2], scores_fp64(c).topk(3, 0).indices[2])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(("C", "ncells"), [(5, 4), (5, 5), (128, 2), (300, 4), (300, 20)])
+def test_cells_of_no_query_exist_and_differ(C, ncells, value, device):
+    c = make_collection(device, 3, 64, C=C)
+    c.Q[1] = value
+    c.Q[2, 5] = value
+    cs = centroid_scores_kernel.centroid_scores(c.Q, c.centroids, None, 1.0, ncells)  # api refuses it on the CPU
+    got = best_cells(cs, 3, ncells)
+    assert ((got >= 0) & (got < C)).all()
+    assert all(len(column.unique()) == ncells for column in got.T)
+    assert torch.equal(got[:, 0], scores_fp64(c)[:, 0].topk(ncells, 0).indices)
 
 
 def test_cmax_scales_the_table(device):

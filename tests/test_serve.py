@@ -361,6 +361,26 @@ class TestBatchSearch:
         assert recordings(search._searcher.ranker.asked) <= recordings(asked)
 
 
+@pytest.mark.gpu
+def test_nothing_is_recorded_after_the_warm_up(index):  # noqa: F811
+    searcher, _ = serve.open_searcher(index, scorer_options={"encoder": "fast"})
+    search = serve.BatchSearch(searcher, 200)
+    search.warmup(11)
+    encoder, engine = searcher.ranker.encoder(searcher.checkpoint), searcher.ranker._engine
+    searches = set(engine._device_search._recordings)
+    assert {lanes for _, _, _, lanes, *_ in searches} == {1, 2, 4, 8, 16}
+    assert set(encoder._recordings) == {(2**i, 32) for i in range(5)}
+    ks = (1, 10, 11, 100, 101, 200)
+    for n in range(1, 12):
+        for k in ks:
+            search([Query("bana dero", k)] * n)
+        search([Query("bana", ks[i % len(ks)]) for i in range(n)])
+    search([Query("bana", 3, [5, 7])])
+    assert set(engine._device_search._recordings) == searches
+    assert len(encoder._recordings) == 5
+    searcher.close()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def disabled_afterwards():
     yield

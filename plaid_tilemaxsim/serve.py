@@ -66,6 +66,8 @@ BODY_SECONDS = IDLE_SECONDS = 10.0
 FAILING = 3
 # Up to each of these k the search's defaults are the same (``funnel.default_params``).
 SAME_SEARCH = (10, 100, 1024)
+# Longer lists of pids are recorded at the first of their length.
+MOST_LISTED = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -231,21 +233,28 @@ class BatchSearch:
         """
         return next((min(n, self._max_k) for n in SAME_SEARCH if k <= n), k)
 
-    def warmup(self, max_batch: int) -> None:
-        """Compile, and on a GPU record, the searches of batches of every size for every range of k."""
-        ranker, on_gpu = self._searcher.ranker, self._searcher.config.total_visible_gpus > 0
+    def warmup(self, limits: Limits) -> None:
+        """Compile, and on a GPU record, what requests can ask for: batches and lists of pids of every size, for every
+        range of k."""
+        most, on_gpu = limits.max_batch, self._searcher.config.total_visible_gpus > 0
         # The largest first, whose memory the others then share.
-        sizes = [max_batch, *(2**i for i in reversed(range((max_batch - 1).bit_length())) if on_gpu or i == 0)]
-        # Once more when all are recorded: each recording takes from torch what memory it has at hand.
-        for again in (False, True)[: 1 + on_gpu]:
-            for k in sorted({min(n, self._max_k) for n in SAME_SEARCH}):
-                began = time.perf_counter()
-                for n in sizes:
-                    self([Query("warm up", k)] * n)
-                if ranker.num_passages:
-                    self([Query("warm up", k, [0])])
-                if not again:
-                    logger.info("k = %d: batches of %s ready after %.1f s", k, sizes, time.perf_counter() - began)
+        sizes = [most, *(2**i for i in reversed(range((most - 1).bit_length())) if on_gpu or i == 0)]
+        listed = (min(limits.max_pids, MOST_LISTED) - 1).bit_length() if on_gpu else 0
+        ks = sorted({min(n, self._max_k) for n in SAME_SEARCH})
+        for k in ks:
+            began = time.perf_counter()
+            if self._searcher.ranker.num_passages:
+                for n in (1, *(2**i for i in range(7, listed + 1))):  # up to 64 are one size
+                    self([Query("warm up", k, [0] * n)])
+            self._search_sizes(sizes, k)
+            logger.info("k = %d: batches of %s ready after %.1f s", k, sizes, time.perf_counter() - began)
+        if on_gpu:  # each recording took from torch what memory it had at hand
+            for k in ks:
+                self._search_sizes(sizes, k)
+
+    def _search_sizes(self, sizes: Sequence[int], k: int) -> None:
+        for n in sizes:
+            self([Query("warm up", k)] * n)
 
 
 class _App(FastAPI):
@@ -283,7 +292,7 @@ def create_app(searcher: Any, limits: Limits | None = None, texts: Sequence[str]
         sizes.observe(queries)
         waits.observe(waited)
 
-    BatchSearch(searcher, limits.max_k).warmup(limits.max_batch)
+    BatchSearch(searcher, limits.max_k).warmup(limits)
     SearchMetrics(registry).attach(searcher.ranker)
     batcher: Batcher
 

@@ -346,26 +346,33 @@ class TestBatchSearch:
     @pytest.mark.parametrize("most", [1, 5, 32, 100])
     def test_warm_up_meets_every_size(self, search, most, caplog):
         """Whatever the server forms takes as many lanes, for one of the same k, as some batch before."""
+        limits = Limits(max_batch=most, max_k=500, max_pids=1000)
         with caplog.at_level(logging.INFO, "plaid_tilemaxsim"):
-            search.warmup(most)
+            search.warmup(limits)
         asked, search._searcher.ranker.asked = search._searcher.ranker.asked, []
         assert len(caplog.records) == 3
-        assert asked[: len(asked) // 2] == asked[len(asked) // 2 :]
+
+        def power(size):
+            return 1 << (size - 1).bit_length()
 
         def recordings(calls):
-            return {(min(32, 1 << (size - 1).bit_length()), size == 1, *rest) for size, *rest in calls}
+            return {
+                (min(32, power(size)), size == 1, k, *(max(64, power(n)) for n in listed)) for size, k, *listed in calls
+            }
 
         for n in range(1, most + 1):
             for k in (1, 10, 11, 150, 500):
                 search([Query("a", k)] * n)
+                search([Query("a", k, [0] * min(1000, n**2))])
         assert recordings(search._searcher.ranker.asked) <= recordings(asked)
+        assert len(recordings(asked)) == 3 * ((min(most, 32) - 1).bit_length() + 1 + 5)
 
 
 @pytest.mark.gpu
 def test_nothing_is_recorded_after_the_warm_up(index):  # noqa: F811
     searcher, _ = serve.open_searcher(index, scorer_options={"encoder": "fast"})
     search = serve.BatchSearch(searcher, 200)
-    search.warmup(11)
+    search.warmup(Limits(max_batch=11, max_k=200, max_pids=300))
     encoder, engine = searcher.ranker.encoder(searcher.checkpoint), searcher.ranker._engine
     searches = set(engine._device_search._recordings)
     assert {lanes for _, _, _, lanes, *_ in searches} == {1, 2, 4, 8, 16}
@@ -375,7 +382,8 @@ def test_nothing_is_recorded_after_the_warm_up(index):  # noqa: F811
         for k in ks:
             search([Query("bana dero", k)] * n)
         search([Query("bana", ks[i % len(ks)]) for i in range(n)])
-    search([Query("bana", 3, [5, 7])])
+    for n in (1, 64, 65, 200, 300):
+        search([Query("bana", 3, [5] * n)])
     assert set(engine._device_search._recordings) == searches
     assert len(encoder._recordings) == 5
     searcher.close()
@@ -544,7 +552,7 @@ class TestApp:
 
     @pytest.fixture
     def blocked(self, gate, monkeypatch):
-        monkeypatch.setattr(serve.BatchSearch, "warmup", lambda self, most: None)
+        monkeypatch.setattr(serve.BatchSearch, "warmup", lambda self, limits: None)
         monkeypatch.setattr(serve.BatchSearch, "__call__", lambda self, queries: gate(queries))
 
         class Ranker:

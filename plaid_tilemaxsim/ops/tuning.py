@@ -371,7 +371,7 @@ def dense_ring_blocks(DIM: int) -> DenseRingBlocks:
     start the others' reads cover, and no list is so short that the shares come out uneven.
     """
     if DIM == 128:
-        return DenseRingBlocks(128, rows=256, stages=1, programs_per_sm=None)
+        return DenseRingBlocks(64, rows=128, stages=2, programs_per_sm=None)
     tokens = 64 if DIM < 384 else 32 if DIM <= 768 else 16
     return DenseRingBlocks(tokens, rows=2 * tokens, stages=(108 << 10) // (tokens * DIM * 2), programs_per_sm=2)
 

@@ -178,7 +178,7 @@ class Batcher:
 def _batch_size(queries: int) -> int:
     """How many of those that wait to take: a GPU searches as many as the next power of two, however few there are.
 
-    Where a third of that or more would be for nobody, the power of two below, which others may join the rest of.
+    Where more than a quarter of that would be for nobody, the power of two below; others may join the rest.
     """
     below = 1 << (queries.bit_length() - 1) if queries else 0
     return queries if 2 * queries >= 3 * below else below

@@ -208,7 +208,7 @@ class TestBatcher:
         assert time.monotonic() - began < 1
         batcher.close()
 
-    def test_sizes_waste_no_third_of_a_launch(self, gate):
+    def test_sizes_waste_no_more_than_a_quarter_of_a_launch(self, gate):
         sizes = [serve._batch_size(n) for n in range(34)]
         assert sizes == [0, 1, 2, 3, 4, 4, 6, 7, 8, 8, 8, 8, *range(12, 17), *[16] * 7, *range(24, 33), 32]
         for asked, taken in enumerate(sizes):

@@ -245,8 +245,9 @@ def launch_lists(ncells: int, nkeys: int) -> None:
             rank_kernel.rank(scores, None if listed is None else listed[:4096], count, 100, packed)
     pids_kernel.clamp_pids(pids, one, 9, pids, one)
     merge_kernel.plausible(scores, scores, pids[:4096], one, 100)
-    for most in (256, 5000):  # by counting, by sorting
-        merge_kernel.merge(torch.zeros(10 * most).int(), torch.zeros(2, 4).long(), most, [256, 64, 10], 1)
+    # by one program, by that and a second launch, by sorting
+    for most, keeps in ((256, [256, 64, 10]), (1024, [1024, 256, 100]), (4096, [4096, 1024, 9]), (5000, [256, 64, 10])):
+        merge_kernel.merge(torch.zeros(10 * most).int(), torch.zeros(2, 4).long(), most, keeps, 1)
 
 
 def launch_decompression(DIM: int, nbits: int, dtype: torch.dtype = torch.float16) -> None:

@@ -254,3 +254,11 @@ def test_a_pid_given_twice_is_found_twice(device):
     packed = merge_kernel.merge(rows, table, 3, [5], 1).cpu()[0]
     assert packed[:6].tolist() == [5, 7, STRIDE + 7, 5, 5, STRIDE + 5]
     assert list(itertools.accumulate(packed[6:].view(torch.float32).tolist())) == [2.0, 4.0, 5.0, 6.0, 7.0]
+
+
+def test_of_a_pid_given_twice_with_equal_scores_the_earlier_comes_first(path, device):
+    zeros = torch.tensor([5, 5, 7, 5], dtype=torch.int32), torch.tensor([-0.0, 0.0, 1.0, -0.0])
+    rows, table = as_rows([[[*zeros]]], [4], device)
+    packed = merge_kernel.merge(rows, table, 4, [None], 1).cpu()[0]
+    assert packed[:5].tolist() == [4, 7, 5, 5, 5]
+    assert packed[6:].view(torch.float32).signbit().tolist() == [True, False, True]

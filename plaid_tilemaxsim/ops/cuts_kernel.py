@@ -182,7 +182,7 @@ def supported(shards: int, most: int) -> bool:
 
 
 def _entries(shards: int, most: int) -> int:
-    return triton.next_power_of_2(shards) * max(triton.next_power_of_2(most), 128)
+    return int(triton.next_power_of_2(shards) * max(triton.next_power_of_2(most), 128))
 
 
 def make_cuts(

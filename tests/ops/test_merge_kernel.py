@@ -182,9 +182,9 @@ def test_all_ways_agree_on_every_bit(device, monkeypatch):
     """NaN, -0.0, both infinities, subnormals, pids given twice, within and at the cuts."""
     odd = torch.tensor([torch.nan, -0.0, 0.0, -torch.inf, torch.inf, 1e-45, -1e-45, 1.0, -torch.nan])
     g = torch.Generator().manual_seed(0)
-    for caps, keeps in itertools.product(
-        ([64], [30, 50], [9, 60, 33]), ([30, 12, 5], [7, None, None], [None, 3, 9], [20, 200, 0], [0, 0, 4], [9])
-    ):
+    rooms = [64], [30, 50], [9, 60, 33]
+    limits: list[list[int | None]] = [[30, 12, 5], [7, None, None], [None, 3, 9], [20, 200, 0], [0, 0, 4], [9]]
+    for caps, keeps in itertools.product(rooms, limits):
         shards = []
         for cap in caps:
             pids = torch.randperm(STRIDE, generator=g)[: (2 * cap + 2) // 3].int()

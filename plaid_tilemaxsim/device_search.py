@@ -108,12 +108,12 @@ class DeviceSearch:
     """Replays recorded searches over one resident index. One search at a time: callers wait on a lock.
 
     most_pinned: words of one query's answer that end in host memory too; a longer one stays on the device, for a caller
-    of ``launch``.
+    of ``launch``. joins: graphs of one query in host memory are made for ``graphs.Joined``.
     """
 
-    def __init__(self, index: ResidentIndex, most_pinned: int = sys.maxsize) -> None:
+    def __init__(self, index: ResidentIndex, most_pinned: int = sys.maxsize, joins: bool = False) -> None:
         self.index = index
-        self._most_pinned = most_pinned
+        self._most_pinned, self._joins = most_pinned, joins
         self.device = index.device
         self._turns = Turns(index.device)
         self._cmax = float(index.centroids.float().norm(dim=1).max()) if index.num_centroids else 0.0
@@ -177,7 +177,7 @@ class DeviceSearch:
             return self._answer(rec, Q[None], allow=allow, watch=watch)[0]
 
     def search_batch(self, Q: Tensor, params: SearchParams) -> list[tuple[Tensor, Tensor]]:
-        """Q [B, LQ, DIM]: ``BATCH_LANES`` queries a launch, fewer where memory is short; one wait for all of them."""
+        """Q [B, LQ, DIM]: ``BATCH_LANES`` queries a launch, fewer where memory is short; no wait between launches."""
         while True:
             try:
                 with self._turn():
@@ -254,8 +254,8 @@ class DeviceSearch:
             return left
 
     def prepared(self, kind: str, lq: int, params: SearchParams) -> _Recording:
-        """The recording of one query in host memory, for the only caller there is: he replays it without a turn, from
-        ``pinned_Q``, on a stream that ``yield_to`` has wait for what ran here before."""
+        """The recording of one query in host memory, for the only caller there is: he replays it as part of another
+        graph, without a turn, from ``pinned_Q``, on a stream that ``yield_to`` has wait for what ran here before."""
         with self._turn():
             return self._recording(kind, lq, params, on_host=True)
 
@@ -341,21 +341,30 @@ class DeviceSearch:
     def _columns(
         self, rec: _Recording, Q: Tensor, columns: int, pids: Tensor | None = None, allow: Tensor | None = None
     ) -> list[list[Tensor]]:
-        """Replays as often as Q [B, LQ, DIM] has lanes' worth of queries; waits once. Pids, then fp32 columns."""
+        """Replays as often as Q [B, LQ, DIM] has lanes' worth of queries. Of each pids, then fp32 columns."""
         if rec.pinned is not None and len(Q) == 1:
             self._load(rec, Q, pids=pids, allow=allow)
             rec.replay()
             torch.cuda.current_stream().synchronize()
-            rows = rec.pinned
-        else:
-            lanes = rec.Q.size(0)
-            Q = Q.to(self.device)
-            rounds = []
-            for first in range(0, len(Q), lanes):
-                self._load(rec, Q[first : first + lanes], pids=pids, allow=allow)
-                rounds.append(rec.replay().clone())  # int32 [lanes, 1 + columns * k]
-            rows = torch.cat(rounds)[: len(Q)].cpu()
-        return unpacked(rows, columns)
+            return unpacked(rec.pinned, columns)
+        starts = range(0, len(Q), rec.Q.size(0))
+        if self._on_gpu and not Q.is_cuda:
+            Q = Q.pin_memory()  # what is not pinned waits for the device
+        Q = Q.to(self.device, non_blocking=True)
+        # int32 [rounds, lanes, 1 + columns * k]; what has come is unpacked while the device goes on
+        rows = torch.empty(len(starts), *rec.output.shape, dtype=torch.int32, pin_memory=self._on_gpu)
+        done = []
+        for row, first in zip(rows, starts, strict=True):
+            self._load(rec, Q[first : first + rec.Q.size(0)], pids=pids, allow=allow)
+            row.copy_(rec.replay(), non_blocking=True)
+            if self._on_gpu:
+                done.append(torch.cuda.current_stream().record_event())
+        answers = []
+        for i, first in enumerate(starts):
+            if self._on_gpu:
+                done[i].synchronize()
+            answers += unpacked(rows[i][: len(Q) - first], columns)
+        return answers
 
     def _load(self, rec: _Recording, Q: Tensor, pids: Tensor | None = None, allow: Tensor | None = None) -> None:
         if rec.pinned_Q is not None:
@@ -469,7 +478,7 @@ class DeviceSearch:
         if packs and lanes == 1 and rec.output.numel() <= self._most_pinned:
             rec.pinned = torch.zeros(rec.output.shape, dtype=rec.output.dtype, pin_memory=True)
         try:
-            with recording(self.device, self._pool) as graph:
+            with recording(self.device, self._pool, self._joins and on_host) as graph:
                 if rec.pinned_Q is not None:
                     Q.copy_(rec.pinned_Q, non_blocking=True)
                 if rec.pinned_count is not None and count is not None:
@@ -533,12 +542,12 @@ def _packed_shard(pids: Pids, scores: list[Tensor]) -> Tensor:
 def unpacked(rows: Tensor, columns: int) -> list[list[Tensor]]:
     """Of every row of int32 [B, 1 + columns * cap] on the host: pids int32 [n], then fp32 [n] of the other columns.
 
-    A batch's are of one copy: several operations a query would be most of what the host does.
+    They are of one copy: several operations a query would be most of what the host does.
     """
     if len(rows) == 1:
-        row = rows[0]
+        row = rows[0].clone()
         n, cap = int(row[0]), (row.numel() - 1) // columns
-        first, *others = (row[at : at + n].clone() for at in range(1, row.numel(), cap))
+        first, *others = (row[at : at + n] for at in range(1, row.numel(), cap))
         return [[first, *(column.view(torch.float32) for column in others)]]
     counts = rows[:, 0].tolist()
     most = max(counts, default=0)

@@ -1,4 +1,8 @@
-"""CUDA graphs over static buffers: recorded one at a time in a process, replayed by one caller at a time."""
+"""CUDA graphs over static buffers: recorded one at a time in a process, replayed by one caller at a time.
+
+Graphs on several devices can be one launch (``Joined``), for which it takes the Python bindings of CUDA that torch
+brings.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import contextlib
 import functools
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,8 +50,8 @@ def _no_collection() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recording(device: torch.device, pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
-    """The graph of the work inside, which must have run once before.
+def recording(device: torch.device, pool: Any, joins: bool = False) -> Iterator[torch.cuda.CUDAGraph]:
+    """The graph of the work inside, which must have run once before. joins: one that ``Joined`` takes.
 
     Graphs of one pool share memory: one replay at a time, and none recorded into it after an error. RuntimeError for
     work that waits for the device.
@@ -55,7 +59,7 @@ def recording(device: torch.device, pool: Any) -> Iterator[torch.cuda.CUDAGraph]
     with _recording, _no_collection(), torch.cuda.device(device):
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True) if joins else torch.cuda.CUDAGraph()
         with torch.cuda.stream(_stream(device)):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
@@ -67,6 +71,57 @@ def recording(device: torch.device, pool: Any) -> Iterator[torch.cuda.CUDAGraph]
                     # torch has not got to this, and its allocator would take the recording for one that goes on
                     torch._C._cuda_endAllocateToPool(device.index, pool)
                     raise
+
+
+@functools.cache
+def _runtime() -> Any:
+    """CUDA's runtime in Python; None where it, or torch's access to its graphs, is not there."""
+    if not hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph"):  # torch 2.8 and later
+        return None
+    try:
+        from cuda.bindings import runtime
+    except ImportError:
+        return None
+    return runtime
+
+
+def can_join() -> bool:
+    """Whether graphs can be launched together."""
+    return _runtime() is not None
+
+
+class Joined:
+    """One launch of graphs on several devices: the ``first`` ones at the same time, then the ``last``.
+
+    All were recorded with ``joins``; what they read and write is their owner's to keep.
+    """
+
+    def __init__(self, first: Sequence[torch.cuda.CUDAGraph], last: torch.cuda.CUDAGraph) -> None:
+        self._runtime = _runtime()
+        self._whole = self._done(self._runtime.cudaGraphCreate(0))
+        self._add(last, [self._add(graph, None) for graph in first])
+        self._launched = self._done(self._runtime.cudaGraphInstantiate(self._whole, 0))
+
+    def replay(self) -> None:
+        """On the current stream of the ``last`` one's device, which is the current device."""
+        stream = self._runtime.cudaStream_t(torch.cuda.current_stream().cuda_stream)
+        self._done(self._runtime.cudaGraphLaunch(self._launched, stream))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_launched"):
+            self._runtime.cudaGraphExecDestroy(self._launched)
+        if hasattr(self, "_whole"):
+            self._runtime.cudaGraphDestroy(self._whole)
+
+    def _add(self, graph: torch.cuda.CUDAGraph, before: list[Any] | None) -> Any:
+        child = self._runtime.cudaGraph_t(graph.raw_cuda_graph())
+        return self._done(self._runtime.cudaGraphAddChildGraphNode(self._whole, before, len(before or ()), child))
+
+    def _done(self, answer: tuple[Any, ...]) -> Any:
+        status, *values = answer
+        if int(status):
+            raise RuntimeError(f"CUDA error: {status.name} of a joined graph")
+        return values[0] if values else None
 
 
 class Turns:

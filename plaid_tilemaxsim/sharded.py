@@ -10,14 +10,15 @@ There the cuts are made as one device makes them. That is the only exchange, not
 costs is up to four times as many exact scores, of a few thousand passages at most with stock's parameters; where
 reading them takes long, a shard leaves out those that it can tell no merge will keep.
 One host thread launches everything: a CUDA graph a device, the copies, the graph of the merge, and one wait. For one
-query in host memory these are all the launches there are: the shards' graphs fetch it from pinned memory and leave
-their rows there, the merge's graph fetches those. A copy from device to device would be another launch, waits on both
-streams, and depends on how the devices are linked.
+query in host memory that is a single launch: the shards' graphs fetch it from pinned memory and leave their rows there,
+the merge's graph fetches those, and all are parts of one graph. A copy from device to device would depend on how the
+devices are linked, and where the parts cannot be joined (``graphs.can_join``) they are launched one by one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from torch import Tensor
 from plaid_tilemaxsim import faults
 from plaid_tilemaxsim.engine import SearchEngine, score_aligned
 from plaid_tilemaxsim.funnel import SearchParams
-from plaid_tilemaxsim.graphs import Turns, recording
+from plaid_tilemaxsim.graphs import Joined, Turns, can_join, recording
 from plaid_tilemaxsim.index.resident import ResidentIndex
 from plaid_tilemaxsim.index.shards import ShardedIndex
 from plaid_tilemaxsim.merge import Survivors, merge
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from plaid_tilemaxsim.device_search import DeviceSearch, _Recording
     from plaid_tilemaxsim.exact import ExactScorer
     from plaid_tilemaxsim.stats import Watch
+
+log = logging.getLogger("plaid_tilemaxsim")
 
 Answer = tuple[Tensor, Tensor]
 MAX_MERGES = 64
@@ -255,10 +258,10 @@ class HostShards(Shards):
         return engine._all_candidates(Q, params, allow)
 
 
-def _on_device(index: ResidentIndex, most_pinned: int) -> DeviceSearch:
+def _on_device(index: ResidentIndex, most_pinned: int, joins: bool) -> DeviceSearch:
     from plaid_tilemaxsim.device_search import DeviceSearch
 
-    return DeviceSearch(index, most_pinned)
+    return DeviceSearch(index, most_pinned, joins)
 
 
 @dataclass
@@ -269,7 +272,7 @@ class _Merge:
     run: Callable[[], Tensor]
     packed: Tensor  # int32 [lanes, 1 + 2 k]
     graph: torch.cuda.CUDAGraph | None = None
-    pinned: Tensor | None = None  # packed in host memory, where there is one lane
+    pinned: Tensor | None = None  # packed, where it is in host memory: of one lane
 
     def replay(self) -> Tensor:
         if self.graph is None:
@@ -281,11 +284,11 @@ class _Merge:
 
 @dataclass
 class _Plan:
-    """One query in host memory: every shard's graph, the events after them, and a merge that fetches their rows."""
+    """One query in host memory: every shard's graph and a merge that fetches their rows, as one graph."""
 
     recordings: list[_Recording]
-    done: list[torch.cuda.Event]
     merging: _Merge
+    whole: Joined
 
 
 class DeviceShards(Shards):
@@ -293,9 +296,13 @@ class DeviceShards(Shards):
 
     def __init__(self, index: ShardedIndex) -> None:
         super().__init__(index)
-        self._shards = [_on_device(shard, MOST_PINNED if s else 0) for s, shard in enumerate(index.shards)]
         self._turns = Turns(self.device)
         self._on_gpu = self.device.type == "cuda"
+        joins = self._on_gpu and can_join()
+        self._shards = [_on_device(shard, MOST_PINNED if s else 0, joins) for s, shard in enumerate(index.shards)]
+        self._joins = joins and all(shard.records for shard in self._shards)
+        if self._on_gpu and not joins:
+            log.warning("devices: expected torch 2.8 and cuda-bindings; without them a search is a launch a device")
         self._streams = [torch.cuda.Stream(shard.device) for shard in index.shards] if self._on_gpu else []
         self._records = all(shard.records for shard in self._shards)
         self._merges: OrderedDict[tuple[Any, ...], _Merge] = OrderedDict()
@@ -391,7 +398,7 @@ class DeviceShards(Shards):
         if len(keeps) > 1:
             kind = "shard" if lists is None else "shard of candidates"
         with self._turn():
-            if self._records and len(Q) == 1 and Q.device.type == "cpu" and lists is None and allow is None:
+            if self._joins and len(Q) == 1 and Q.device.type == "cpu" and lists is None and allow is None:
                 plan = self._plan(kind, Q.size(1), params, keeps)
                 if plan is not None:
                     return self._planned(plan, Q)
@@ -432,39 +439,24 @@ class DeviceShards(Shards):
 
     def _planned(self, plan: _Plan, Q: Tensor, mark: Callable[[str], None] = lambda step: None) -> list[Answer]:
         """mark: called after every step, with its name."""
-        before = [torch.cuda.current_stream(stream.device) for stream in reversed(self._streams)]
-        last = len(self._streams) - 1
-        mark("enter")
+        here = torch.cuda.current_stream()
         try:
-            for s in range(last, -1, -1):  # the others' rows have a way to go
-                recording, stream = plan.recordings[s], self._streams[s]
-                assert recording.pinned_Q is not None
-                recording.pinned_Q.copy_(Q)
-                self._shards[s].yield_to(stream)
-                torch.cuda.set_stream(stream)  # and its device
-                mark(f"query {s}")
-                recording.replay()
-                mark(f"launch {s}")
-                if s:
-                    plan.done[s].record(stream)
-            here = self._streams[0]
-            for done in plan.done[1:]:
-                here.wait_event(done)
-            mark("join")
-            plan.merging.replay()
-            mark("launch merge")
+            for shard, one in zip(self._shards, plan.recordings, strict=True):
+                shard.yield_to(here)
+                assert one.pinned_Q is not None
+                one.pinned_Q.copy_(Q)
+            mark("query")
+            plan.whole.replay()
+            mark("launch")
             here.synchronize()
             mark("wait")
         except BaseException as error:
             for shard in self._shards:
                 shard.clean_after(error)
             raise
-        finally:
-            for stream in before:
-                torch.cuda.set_stream(stream)
         assert plan.merging.pinned is not None
         found = _answers(plan.merging.pinned)
-        mark("leave")
+        mark("answer")
         return found
 
     def _plan(self, kind: str, lq: int, params: SearchParams, keeps: list[int | None]) -> _Plan | None:
@@ -481,7 +473,9 @@ class DeviceShards(Shards):
             rows = [found[0].output, *(one.pinned for one in found[1:])]
             if all(row is not None for row in rows):
                 merging = self._record_merge(1, keeps, tuple(row.size(1) for row in rows), rows)
-                plan = _Plan(found, [torch.cuda.Event() for _ in found], merging)
+                assert merging.graph is not None
+                # the others first: their rows have a way to go
+                plan = _Plan(found, merging, Joined([one.graph for one in found[::-1] if one.graph], merging.graph))
         self._plans[key] = plan
         if len(self._plans) > MAX_MERGES:
             self._plans.popitem(last=False)
@@ -517,20 +511,18 @@ class DeviceShards(Shards):
         most = max(room for _, _, room, _ in table)
         placed = torch.tensor(table, dtype=torch.int64, device=self.device)
 
-        def run() -> Tensor:
+        def run(out: Tensor | None = None) -> Tensor:
             for part, source in zip(parts, sources):
                 part.copy_(source, non_blocking=True)
-            return merge_kernel.merge(rows, placed, most, keeps, lanes)
+            return merge_kernel.merge(rows, placed, most, keeps, lanes, out)
 
         merging = _Merge(parts, run, run())  # compiles the kernels
         if not self._on_gpu:
             return merging
         if lanes == 1:
-            merging.pinned = torch.empty(merging.packed.shape, dtype=torch.int32, pin_memory=True)
-        with recording(self.device, self._pool) as graph:
-            merging.packed = run()
-            if merging.pinned is not None:
-                merging.pinned.copy_(merging.packed, non_blocking=True)
+            merging.pinned = torch.zeros(merging.packed.shape, dtype=torch.int32, pin_memory=True)
+        with recording(self.device, self._pool, bool(sources)) as graph:
+            merging.packed = run(merging.pinned)
         merging.graph = graph
         return merging
 

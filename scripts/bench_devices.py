@@ -134,7 +134,8 @@ def breakdown(several: SearchEngine, queries: Tensor, params: SearchParams) -> d
             last = time.perf_counter()
             shards._planned(plan, Q, mark)
         graphs = {f"shard {s}": on_device(one, shards._streams[s]) for s, one in enumerate(plan.recordings)}
-        graphs["merge"] = on_device(plan.merging, shards._streams[0])
+        both = {"merge": plan.merging, "whole": plan.whole}
+        graphs |= {name: on_device(one, shards._streams[0]) for name, one in both.items()}
     return {
         "host_us": {step: statistics.median(us) for step, us in steps.items()},
         **{f"{what}_us": {name: us[what] for name, us in graphs.items()} for what in ("device", "enqueue", "alone")},

@@ -70,8 +70,9 @@ def run_apart(args: argparse.Namespace, name: str, where: str, cases: int) -> di
             row |= json.loads(done.stdout.splitlines()[-1]) | {"failures": 0}
         else:
             # what was drawn comes last and may be long
-            said = "\n".join(line[:500] for line in done.stderr.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line))
-            row["output"] = f"exit status {done.returncode}\n{said}\n{(done.stdout + done.stderr)[-6000:]}"
+            errors = [line for line in done.stderr.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
+            said = "\n".join([f"exit status {done.returncode}", *(line[:500] for line in errors)])
+            row["output"] = f"{said}\n{(done.stdout + done.stderr)[-6000:]}"
     row["seconds"] = round(time.perf_counter() - began, 1)
     what = "FAILED" if row["failures"] else f"{row['cases']} cases, {row['refused']} refused"
     print(f"{name} ({where}): {what}, {row['seconds']} s", row.get("output", ""), flush=True)

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plaid_tilemaxsim import stages_triton
+from plaid_tilemaxsim import sharded, stages_triton
 from plaid_tilemaxsim.engine import SearchEngine
 from plaid_tilemaxsim.funnel import SearchParams
 from plaid_tilemaxsim.index.files import PlaidIndex, read_index
@@ -506,33 +506,22 @@ class Graph:
 
 
 @pytest.mark.parametrize("params", [MODES[0], MODES[5]], ids=str)
-def test_one_query_takes_a_graph_a_shard_and_one_more(
+def test_one_query_takes_one_graph_of_all(
     index: PlaidIndex, queries: Tensor, params: SearchParams, monkeypatch: Any
 ) -> None:
-    """On the CPU by stand-ins for streams, events and graphs: who waits for whom, and what flows."""
+    """On the CPU by stand-ins for streams and graphs: who runs after whom, and what flows."""
     if ON_GPU:
         pytest.skip("here real ones do")
     one, several = engines(index, "triton", 2)
     shards, log = several._device_search, []
-
-    class Stream:
-        device = torch.device(DEVICE)
-
-        def __init__(self, name: str) -> None:
-            self.wait_event = lambda event: log.append(f"{name} waits for {event.stream.name}")
-            self.synchronize = lambda: log.append(f"host waits for {name}")
-            self.name = name
-
-    class Event:
-        def record(self, stream: Stream) -> None:
-            self.stream = stream
+    stream = SimpleNamespace(synchronize=lambda: log.append("wait"))
 
     def prepared(shard: Any, name: str, kind: str, lq: int, params: SearchParams) -> Any:
         rec = shard._recording(kind, lq, params)
         host = dataclasses.replace(rec, pinned_Q=torch.zeros_like(rec.Q), pinned=torch.zeros_like(rec.output))
 
         def replay() -> None:
-            log.append(f"{current[-1].name} runs {name}")
+            log.append(name)
             rec.Q.copy_(host.pinned_Q)
             for left in (host.output, host.pinned):
                 left.copy_(rec.run())
@@ -551,21 +540,26 @@ def test_one_query_takes_a_graph_a_shard_and_one_more(
         merging.graph = Graph(replay)
         return merging
 
-    real, current = shards._record_merge, [Stream("the caller's")]
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
-    monkeypatch.setattr(torch.cuda, "set_stream", current.append)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    class Joined:
+        def __init__(self, first: list[Graph], last: Graph) -> None:
+            self.graphs = [*first, last]
+
+        def replay(self) -> None:
+            for graph in self.graphs:
+                graph.replay()
+
+    real = shards._record_merge
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(sharded, "Joined", Joined)
     monkeypatch.setattr(shards, "_record_merge", record_merge)
-    monkeypatch.setattr(shards, "_records", True)
-    monkeypatch.setattr(shards, "_streams", [Stream("0"), Stream("1")])
+    monkeypatch.setattr(shards, "_joins", True)
     for s, shard in enumerate(shards._shards):
         monkeypatch.setattr(shard, "prepared", functools.partial(prepared, shard, f"shard {s}"))
-        monkeypatch.setattr(shard, "yield_to", lambda stream: None)
+        monkeypatch.setattr(shard, "yield_to", lambda stream, s=s: log.append(f"{s} after what it did"))
     for q in queries[:2]:
         log.clear()
         assert same(several.search(q, params), one.search(q, params))
-        assert log == ["1 runs shard 1", "0 runs shard 0", "0 waits for 1", "merge", "host waits for 0"]
-        assert current[-1].name == "the caller's"
+        assert log == ["0 after what it did", "1 after what it did", "shard 1", "shard 0", "merge", "wait"]
     assert len(shards._plans) == 1
     several.close()
     assert not shards._plans

@@ -130,7 +130,8 @@ def _dense_ring_kernel(
 def dense_maxsim(Q: Tensor, D: Tensor, out: Tensor, count: Tensor | None) -> None:
     """See :func:`.api.dense_maxsim`; Q ``[1, LQ, DIM]``, D ``[n, ND, DIM]``; writes ``out`` fp32 ``[1, n]``.
 
-    fp16 or bf16, LQ at most 32, DIM a multiple of 128 up to 1024; D is aligned to 16 bytes and has 1 to 2**30 - 1 tokens.
+    fp16 or bf16, LQ at most 32, DIM a multiple of 128 up to 1024; D is aligned to 16 bytes and has 1 token or more,
+    fewer than 2**30.
     """
     _, LQ, DIM = Q.shape
     n, ND = out.size(1), D.size(1)

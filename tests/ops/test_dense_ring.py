@@ -64,7 +64,9 @@ def test_blocks_fit(DIM):
 
 
 @no_gpu
-@pytest.mark.parametrize(("LQ", "DIM", "ND", "n"), [(32, 256, 64, 5), (20, 768, 37, 5), (7, 512, 9, 400), (31, 128, 256, 3)])
+@pytest.mark.parametrize(
+    ("LQ", "DIM", "ND", "n"), [(32, 256, 64, 5), (20, 768, 37, 5), (7, 512, 9, 400), (31, 128, 256, 3)]
+)
 def test_ptx(tmp_path, LQ, DIM, ND, n):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.ops.dense_ring_ptx", tmp_path, LQ, DIM, ND, 60_000 if n > 99 else n]
@@ -90,7 +92,9 @@ def test_ptx(tmp_path, LQ, DIM, ND, n):
 @pytest.mark.skipif(tuning.interpreted(), reason="Gluon has no interpreter: for a GPU")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("DIM", [128, 256, 384, 512, 640, 768, 1024])
-@pytest.mark.parametrize(("n", "ND", "LQ"), [(1, 1, 1), (3, 128, 32), (300, 37, 7), (9001, 64, 32), (9001, 17, 31), (1000, 256, 32)])
+@pytest.mark.parametrize(
+    ("n", "ND", "LQ"), [(1, 1, 1), (3, 128, 32), (300, 37, 7), (9001, 64, 32), (9001, 17, 31), (1000, 256, 32)]
+)
 def test_matches_the_oracle(n, ND, LQ, DIM, dtype):
     if tuning.arch(torch.device("cuda")) != 90:
         pytest.skip("expected sm_90")

@@ -88,6 +88,7 @@ def _reaching(value, stays, keep):
 
 @triton.jit
 def _cut(score, pid, id, stays, keep):
+    # the `keep` best of those in `stays`: hardly ever is more to do than with the images
     image = _image(score)
     stays, t, count = _reaching(image, stays, keep)
     if count > keep:
@@ -125,6 +126,7 @@ def _cuts_kernel(
     COLUMN: tl.constexpr, THEN: tl.constexpr, LAST: tl.constexpr, ORDERS: tl.constexpr,
     SHARDS_P: tl.constexpr, MOST_P: tl.constexpr, ROOM_P: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
+    # cuts by COLUMN and by THEN (-1 for none) leave room for `room` passages; ORDERS: then the k best by LAST
     lane = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SHARDS_P)[:, None]
     j = tl.arange(0, MOST_P)[None, :]

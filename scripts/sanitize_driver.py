@@ -49,6 +49,7 @@ from plaid_tilemaxsim.ops import (
     select_kernel,
     tuning,
 )
+from scripts import sanitize_dispatch
 from tests.ops.ragged import (
     Collection,
     assert_scores,
@@ -397,6 +398,22 @@ def merges() -> None:
             assert torch.equal(row[1 + (len(row) - 1) // 2 :][:n].view(torch.float32), want[1])
 
 
+def dispatch() -> None:
+    """Controls, of no kernel of the package: see sanitize_dispatch."""
+    if tuning.interpreted() or tuning.arch(torch.device(DEVICE)) != 90:
+        return
+    first = torch.arange(132)
+    last = first + first % 4  # none in every fourth program
+    want = 3 * last.view(-1, 1, 1) - 3 + torch.arange(3).view(3, 1) + torch.arange(128)
+    want[last == first] = -1
+    shares = torch.stack([first, last], 1).int().to(DEVICE)
+    for barriers in (False, True):
+        out = torch.full(want.shape, -1, dtype=torch.int32, device=DEVICE)
+        sanitize_dispatch.dispatch(shares, out, barriers)
+        assert torch.equal(out.cpu().long(), want)
+    sanitize_dispatch.race(shares[:8], torch.zeros(8, 128, dtype=torch.int64, device=DEVICE))
+
+
 PARTS: dict[str, Callable[[], None]] = {
     "residual1": lambda: residual(1),
     "residual2": lambda: residual(2),
@@ -422,6 +439,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "candidates": candidate_lists,
     "selections": selections,
     "merges": merges,
+    "dispatch": dispatch,
 }
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from plaid_tilemaxsim import sharded, stages_triton
 from plaid_tilemaxsim.engine import SearchEngine
 from plaid_tilemaxsim.funnel import SearchParams
+from plaid_tilemaxsim.graphs import collect, empty_cache
 from plaid_tilemaxsim.index.files import PlaidIndex, read_index
 from plaid_tilemaxsim.index.lists import build_pid_lists
 from plaid_tilemaxsim.index.pq import PQ
@@ -385,7 +386,8 @@ def test_closed_during_searches(index: PlaidIndex, queries: Tensor, impl: str, p
 
 @pytest.mark.gpu
 def test_close_gives_the_memory_back(index: PlaidIndex, queries: Tensor) -> None:
-    torch.cuda.empty_cache()
+    collect()  # what other tests have left
+    empty_cache()
     before = torch.cuda.memory_allocated()
     engine = build_engine(index, [[torch.device(DEVICE)] * 3] * 2)
     engine.search_batch(queries, MODES[0])

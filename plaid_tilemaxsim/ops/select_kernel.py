@@ -1,11 +1,15 @@
 """Select the m best of n scores, in the order they came, ties at the cut to the earliest.
 
-A radix select on the order-preserving 32-bit image of fp32 scores, in three digits of 11, 11 and 10 bits:
+A radix select on the order-preserving 32-bit image of fp32 scores:
 
-    histogram   of the digit among the scores that agree with the digits found so far; the program that finishes
-                last finds the next digit of the threshold and clears the histogram    (3 launches)
+    histogram   of 2,048 bins among the scores that agree with the bits found so far; the program that finishes
+                last finds the bin of the threshold and clears the histogram           (3 launches)
     tally       scores above / equal to the threshold in each program's range
     scatter     writes the chosen ones at their offset; their order is the order of the input
+
+Counts are atomic additions in the L2 cache, which are fast unless many meet in one bin. Scores differ by little, so the
+first histogram has bins of 2^22 images, but of 2^15 from an eighth to twice the largest score of a sample; then come 11
+bits of what is left, and the rest. Where passages have no score, or all have the same, they are added up first.
 
 Since candidates arrive with ascending pids, the result does too, and "ties by pid" needs no second key. n is a device
 scalar and the grid is fixed, so nothing waits for the host and nothing recompiles when n changes. For a few thousand
@@ -23,15 +27,19 @@ from plaid_tilemaxsim.ops import tuning
 
 BINS = 2048
 BLOCK = 2048
+HISTOGRAM_BLOCK = 512  # small: 50,000 scores are for 100 programs
+SAMPLE = 256
 PROGRAMS_PER_SM = 2
-# Workspace: three histograms; threshold so far and how many are still needed in it; finished programs; tallies.
-_STATE = 3 * BINS
-_DONE = _STATE + 2
+# Workspace: histogram; threshold so far, how many are still needed, how many of its bits are open; finished programs;
+# tallies.
+_STATE = BINS
+_DONE = _STATE + 3
 _TALLY = _STATE + 8
+_NO_SCORE = tl.constexpr(0x007FFFFF)  # the image of -inf
 
 
 def select_workspace(device: torch.device) -> torch.Tensor:
-    """Scratch of ``select_top``, int32, all zero; a select leaves its histograms zero again.
+    """Scratch of ``select_top``, int32, all zero; a select leaves its histogram zero again.
 
     Its length says how many programs share the work.
     """
@@ -59,59 +67,77 @@ def _digit(h, need, BINS: tl.constexpr):
 
 
 @triton.jit
-def _split(key, live, prefix, LEVEL: tl.constexpr):
-    # digit number LEVEL of the keys, and which of them agree with the digits before it
-    if LEVEL == 0:
-        digit = key >> 21
-    elif LEVEL == 1:
-        digit = (key >> 10) & 2047
-        live = live & ((key >> 21) == prefix)
-    else:
-        digit = key & 1023
-        live = live & ((key >> 10) == prefix)
-    return digit.to(tl.int32), live
+def _sampled_window(scores_ptr, n, SAMPLE: tl.constexpr):
+    # the first of the eight values of the upper 10 bits that the first histogram divides
+    i = tl.arange(0, SAMPLE) * tl.maximum(n // SAMPLE, 1)
+    key = _image(tl.load(scores_ptr + i, mask=i < n, other=float("-inf")))
+    return tl.maximum(tl.max((key >> 22).to(tl.int32), 0) - 6, 0)
 
 
 @triton.jit
-def _counts(digit, live, BINS: tl.constexpr):
-    # tl.histogram takes no mask in every version: what does not count goes to bin 0 and is taken off again
-    dead = tl.sum((live == 0).to(tl.int32), 0)
-    h = tl.histogram(tl.where(live, digit, 0), BINS)
-    return h - tl.where(tl.arange(0, BINS) == 0, dead, 0)
+def _first_bin(key, window):
+    # ascending with the key
+    upper = (key >> 22).to(tl.int32)
+    fine = window + ((upper - window) << 7) + ((key >> 15) & 127).to(tl.int32)
+    return tl.where(upper < window, upper, tl.where(upper < window + 8, fine, upper + 1016))
 
 
 @triton.jit
-def _extend(prefix, digit, LEVEL: tl.constexpr):
-    if LEVEL == 2:
-        return (prefix << 10) | digit.to(tl.uint32)
-    return (prefix << 11) | digit.to(tl.uint32)
+def _of_first_bin(bin_, window):
+    # the least key in the bin, and how many of its bits are open
+    fine = bin_ - window
+    inside = (fine >= 0) & (fine < 1024)
+    upper = tl.where(inside, window + (fine >> 7), tl.where(fine < 0, bin_, bin_ - 1016))
+    return (upper << 22) | tl.where(inside, (fine & 127) << 15, 0), tl.where(inside, 15, 22)
 
 
 @triton.jit(do_not_specialize=["m"])
 def _histogram_kernel(
     scores_ptr, count_ptr, work_ptr, m,
-    LEVEL: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, STATE: tl.constexpr, DONE: tl.constexpr,
+    LEVEL: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, SAMPLE: tl.constexpr, STATE: tl.constexpr,
+    DONE: tl.constexpr,
 ):  # fmt: skip
     n = tl.load(count_ptr)
-    prefix = tl.zeros([], dtype=tl.uint32)
     need = tl.minimum(m, n)
-    if LEVEL > 0:
-        prefix = tl.load(work_ptr + STATE).to(tl.uint32, bitcast=True)
+    found, open_ = 0, 32
+    shift, window = 0, 0
+    if LEVEL == 0:
+        window = _sampled_window(scores_ptr, n, SAMPLE)
+    else:
+        found = tl.load(work_ptr + STATE)
         need = tl.load(work_ptr + STATE + 1)
-    total = tl.zeros([BINS], dtype=tl.int32)
-    b = tl.arange(0, BINS)
+        open_ = tl.load(work_ptr + STATE + 2)
+        shift = tl.maximum(open_ - 11, 0)
+    j = tl.arange(0, BLOCK)
     for at in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
-        i = at + tl.arange(0, BLOCK)
-        key = _image(tl.load(scores_ptr + i, mask=i < n, other=0.0))
-        digit, live = _split(key, i < n, prefix, LEVEL)
-        total += _counts(digit, live, BINS)
-    hist_ptr = work_ptr + LEVEL * BINS + b
-    tl.atomic_add(hist_ptr, total, mask=total > 0, sem="relaxed")
+        live = at + j < n
+        key = _image(tl.load(scores_ptr + at + j, mask=live, other=0.0))
+        if LEVEL == 0:
+            bin_ = _first_bin(key, window)
+        else:
+            live = live & ((key >> open_) == (found.to(tl.uint32, bitcast=True) >> open_))
+            bin_ = ((key >> shift) & ((1 << (open_ - shift)) - 1)).to(tl.int32)
+        # Many in one bin would wait for each other: those without a score, and those in the bin of the first.
+        none = live & (key == _NO_SCORE)
+        first = tl.sum(tl.where(j == 0, bin_, 0), 0)
+        same = live & (bin_ == first) & (none == 0)
+        tl.atomic_add(work_ptr + bin_, 1, mask=live & (none == 0) & (same == 0), sem="relaxed")
+        several = tl.sum(same.to(tl.int32), 0)
+        tl.atomic_add(work_ptr + first, several, mask=several > 0, sem="relaxed")
+        several = tl.sum(none.to(tl.int32), 0)
+        tl.atomic_add(work_ptr + tl.max(tl.where(none, bin_, 0), 0), several, mask=several > 0, sem="relaxed")
     tl.debug_barrier()  # all of this program's counts are out before it says so
     if tl.atomic_add(work_ptr + DONE, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-        digit, need = _digit(tl.load(hist_ptr, cache_modifier=".cg"), need, BINS)
-        tl.store(work_ptr + STATE, _extend(prefix, digit, LEVEL).to(tl.int32, bitcast=True))
+        hist_ptr = work_ptr + tl.arange(0, BINS)
+        bin_, need = _digit(tl.load(hist_ptr, cache_modifier=".cg"), need, BINS)
+        if LEVEL == 0:
+            found, open_ = _of_first_bin(bin_, window)
+        else:
+            found = found | (bin_ << shift)
+            open_ = shift
+        tl.store(work_ptr + STATE, found)
         tl.store(work_ptr + STATE + 1, need)
+        tl.store(work_ptr + STATE + 2, open_)
         tl.store(work_ptr + DONE, 0)
         tl.store(hist_ptr, tl.zeros([BINS], dtype=tl.int32))
 
@@ -208,8 +234,9 @@ def select_top(
     grid = (programs,)
     for level in range(3):
         _histogram_kernel[grid](
-            scores, count, work, m, LEVEL=level, BINS=BINS, BLOCK=BLOCK, STATE=_STATE, DONE=_DONE, num_warps=8
-        )
+            scores, count, work, m, LEVEL=level, BINS=BINS, BLOCK=HISTOGRAM_BLOCK, SAMPLE=SAMPLE, STATE=_STATE,
+            DONE=_DONE, num_warps=4,
+        )  # fmt: skip
     _tally_kernel[grid](scores, count, work, BLOCK=BLOCK, STATE=_STATE, TALLY=_TALLY, num_warps=8)
     _scatter_kernel[grid](
         scores, listed, count, work, out_pids, out_scores, out_count, m,

@@ -45,3 +45,30 @@ def test_passages_at_minus_infinity_rank_last_by_pid(device):
     pids, got, _, taken = run(scores, 64, 3, device)
     assert taken == 3
     assert got.tolist() == pids[[0, 1, 50]].tolist()
+
+
+@pytest.mark.parametrize("kind", ["near", "wide", "below the window", "above the window", "bits", "two values"])
+@pytest.mark.parametrize("m", [1, 40, 2000])
+def test_whatever_the_scores(kind, m, device):
+    """The first histogram is made for scores like those of the sample; the sample may mislead."""
+    g = torch.Generator().manual_seed(3)
+    n = 6000
+    scores = {
+        "near": 20 + torch.randn(n, generator=g) * 1e-5,
+        "wide": torch.randn(n, generator=g) * 10.0 ** torch.randint(-30, 30, (n,), generator=g),
+        "below the window": -torch.rand(n, generator=g) * 1e-20,
+        "above the window": torch.rand(n, generator=g),
+        "bits": torch.randint(-(2**31), 2**31, (n,), generator=g).int().view(torch.float32),
+        "two values": torch.randint(0, 2, (n,), generator=g).float(),
+    }[kind]
+    sampled = torch.arange(sk.SAMPLE) * (n // sk.SAMPLE)
+    if kind == "below the window":
+        scores[sampled] = torch.arange(sk.SAMPLE) % 3 * 1e30
+    if kind == "above the window":
+        scores[sampled] = -1e30
+    scores = scores.nan_to_num(-torch.inf, torch.inf, -torch.inf)
+    pids, got, got_scores, taken = run(scores, n, m, device)
+    best = torch.sort(scores + 0.0, descending=True, stable=True).indices[:m].sort().values
+    assert taken == m
+    assert torch.equal(got, pids[best])
+    assert torch.equal(got_scores, scores[best])

@@ -1,7 +1,7 @@
 """Order a few thousand scores, best first, and write the answer of a search in one piece.
 
-    place(i) = how many j come before i:  score_j > score_i, or equal scores and pid_j < pid_i,
-               or equal pids too (a pid that was given twice) and j < i
+    key(i)   = (order-preserving image of the score, -pid)              int64
+    place(i) = how many keys are larger, or equal (a pid that was given twice) and of an earlier j < i
 
 Places are a permutation, so every element writes itself where it belongs. n^2 comparisons, but all independent: for
 n <= 4096 one short launch, where a sort, two gathers and a concatenation take seven.
@@ -14,16 +14,22 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK_I = 32
+from plaid_tilemaxsim.ops.cuts_kernel import _NONE, _key
+
+BLOCK_I = 16
 BLOCK_J = 256
 LIMIT = 4096
 
 
 @triton.jit
-def _score(scores_ptr, i, n):
+def _entry(scores_ptr, pids_ptr, i, n, HAS_PIDS: tl.constexpr):
     # NaN ranks like an empty passage: every place must be taken by someone; adding 0.0 makes -0.0 equal to 0.0
     score = tl.load(scores_ptr + i, mask=i < n, other=0.0) + 0.0
-    return tl.where(score == score, score, float("-inf"))
+    score = tl.where(score == score, score, float("-inf"))
+    pid = i
+    if HAS_PIDS:
+        pid = tl.load(pids_ptr + i, mask=i < n, other=0)
+    return score, pid, tl.where(i < n, _key(score, pid), _NONE)
 
 
 @triton.jit(do_not_specialize=["cap", "k"])
@@ -35,22 +41,20 @@ def _rank_kernel(
     if HAS_COUNT:
         n = tl.minimum(tl.load(count_ptr), cap)
     i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
-    score = _score(scores_ptr, i, n)
-    pid = i
-    if HAS_PIDS:
-        pid = tl.load(pids_ptr + i, mask=i < n, other=0)
-    place = tl.zeros([BLOCK_I], dtype=tl.int32)
-    for at in range(0, n, BLOCK_J):
-        j = at + tl.arange(0, BLOCK_J)
-        other = _score(scores_ptr, j, n)
-        # [BLOCK_I, BLOCK_J]
-        earlier = j[None, :] < i[:, None]
-        if HAS_PIDS:
-            other_pid = tl.load(pids_ptr + j, mask=j < n, other=0)
-            same = other_pid[None, :] == pid[:, None]
-            earlier = (other_pid[None, :] < pid[:, None]) | (same & earlier)
-        before = (other[None, :] > score[:, None]) | ((other[None, :] == score[:, None]) & earlier)
-        place += tl.sum((before & (j[None, :] < n)).to(tl.int32), 1)
+    score, pid, key = _entry(scores_ptr, pids_ptr, i, n, HAS_PIDS)
+    # Equal keys are looked at only in the block that holds entry i. [BLOCK_I, BLOCK_J] throughout: one sum at the end.
+    diagonal = tl.program_id(0) * BLOCK_I // BLOCK_J * BLOCK_J
+    j = diagonal + tl.arange(0, BLOCK_J)
+    _, _, other = _entry(scores_ptr, pids_ptr, j, n, HAS_PIDS)
+    earlier = (other[None, :] == key[:, None]) & (j[None, :] < i[:, None])
+    ahead = ((other[None, :] > key[:, None]) | earlier).to(tl.int32)
+    for at in range(0, tl.minimum(diagonal, n), BLOCK_J):
+        _, _, other = _entry(scores_ptr, pids_ptr, at + tl.arange(0, BLOCK_J), n, HAS_PIDS)
+        ahead += (other[None, :] >= key[:, None]).to(tl.int32)
+    for at in range(diagonal + BLOCK_J, n, BLOCK_J):
+        _, _, other = _entry(scores_ptr, pids_ptr, at + tl.arange(0, BLOCK_J), n, HAS_PIDS)
+        ahead += (other[None, :] > key[:, None]).to(tl.int32)
+    place = tl.sum(ahead, 1)
     ranked = (i < n) & (place < k)
     tl.store(packed_ptr + 1 + place, pid, mask=ranked)
     tl.store(packed_ptr + 1 + k + place, score.to(tl.int32, bitcast=True), mask=ranked)
@@ -71,5 +75,5 @@ def rank(
     assert k <= cap <= LIMIT
     _rank_kernel[(triton.cdiv(cap, BLOCK_I),)](
         scores, scores if pids is None else pids, scores if count is None else count, packed, cap, k,
-        HAS_PIDS=pids is not None, HAS_COUNT=count is not None, BLOCK_I=BLOCK_I, BLOCK_J=BLOCK_J, num_warps=4,
+        HAS_PIDS=pids is not None, HAS_COUNT=count is not None, BLOCK_I=BLOCK_I, BLOCK_J=BLOCK_J, num_warps=8,
     )  # fmt: skip

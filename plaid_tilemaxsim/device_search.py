@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -347,15 +348,19 @@ class DeviceSearch:
             rec.replay()
             torch.cuda.current_stream().synchronize()
             return unpacked(rec.pinned, columns)
-        starts = range(0, len(Q), rec.Q.size(0))
-        if self._on_gpu and not Q.is_cuda:
-            Q = Q.pin_memory()  # what is not pinned waits for the device
-        Q = Q.to(self.device, non_blocking=True)
+        lanes = rec.Q.size(0)
+        starts = range(0, len(Q), lanes)
+        # What is not pinned waits for the device. numpy copies in this thread; torch would ask all of its own.
+        pinned = torch.empty(Q.shape, pin_memory=True) if self._on_gpu and not Q.is_cuda else None
         # int32 [rounds, lanes, 1 + columns * k]; what has come is unpacked while the device goes on
         rows = torch.empty(len(starts), *rec.output.shape, dtype=torch.int32, pin_memory=self._on_gpu)
         done = []
         for row, first in zip(rows, starts, strict=True):
-            self._load(rec, Q[first : first + rec.Q.size(0)], pids=pids, allow=allow)
+            part = Q[first : first + lanes]
+            if pinned is not None:
+                np.copyto(pinned[first : first + lanes].numpy(), part.numpy())
+                part = pinned[first : first + lanes]
+            self._load(rec, part, pids=pids, allow=allow)
             row.copy_(rec.replay(), non_blocking=True)
             if self._on_gpu:
                 done.append(torch.cuda.current_stream().record_event())

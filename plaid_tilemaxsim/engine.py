@@ -334,7 +334,7 @@ class SearchEngine:
         if Q.size(-2) > MAX_LQ:
             raise ValueError(f"Q: expected at most {MAX_LQ} query tokens, got {Q.size(-2)}")
         if Q.device.type == "cpu":  # a check on the GPU would wait for it; NaN scores then rank last
-            norm = float(torch.linalg.vector_norm(Q.float()))
+            norm = _norm(Q)
             if not math.isfinite(norm):
                 raise ValueError("Q: expected finite values, got NaN, infinity or values whose squares overflow")
             # Kernels multiply in fp16, whose range would cost such queries their accuracy.
@@ -415,6 +415,14 @@ def _as_tensor(name: str, values: Any) -> Tensor:
     if not _is_dense(tensor):
         raise ValueError(f"{name}: expected integers, got {_kind(tensor)}")
     return tensor
+
+
+def _norm(Q: Tensor) -> float:
+    """Of all of Q, in this thread alone: torch asks its others for more than 2**15 values, and they are in the way of
+    searches in other threads."""
+    if Q.numel() <= 1 << 15:
+        return float(torch.linalg.vector_norm(Q.float()))
+    return math.hypot(*(float(torch.linalg.vector_norm(part.float())) for part in Q.reshape(-1).split(1 << 15)))
 
 
 def _is_dense(value: Any) -> bool:

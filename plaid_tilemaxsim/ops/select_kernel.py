@@ -99,7 +99,6 @@ def _histogram_kernel(
 ):  # fmt: skip
     n = tl.load(count_ptr)
     need = tl.minimum(m, n)
-    found, open_ = 0, 32
     shift, window = 0, 0
     if LEVEL == 0:
         window = _sampled_window(scores_ptr, n, SAMPLE)
@@ -107,6 +106,7 @@ def _histogram_kernel(
         found = tl.load(work_ptr + STATE)
         need = tl.load(work_ptr + STATE + 1)
         open_ = tl.load(work_ptr + STATE + 2)
+        agreed = found.to(tl.uint32, bitcast=True) >> open_
         shift = tl.maximum(open_ - 11, 0)
     j = tl.arange(0, BLOCK)
     for at in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
@@ -115,7 +115,7 @@ def _histogram_kernel(
         if LEVEL == 0:
             bin_ = _first_bin(key, window)
         else:
-            live = live & ((key >> open_) == (found.to(tl.uint32, bitcast=True) >> open_))
+            live = live & ((key >> open_) == agreed)
             bin_ = ((key >> shift) & ((1 << (open_ - shift)) - 1)).to(tl.int32)
         # Many in one bin would wait for each other: those without a score, and those in the bin of the first.
         none = live & (key == _NO_SCORE)

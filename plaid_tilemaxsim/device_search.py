@@ -109,12 +109,17 @@ class DeviceSearch:
     """Replays recorded searches over one resident index. One search at a time: callers wait on a lock.
 
     most_pinned: words of one query's answer that end in host memory too; a longer one stays on the device, for a caller
-    of ``launch``. joins: graphs of one query in host memory are made for ``graphs.Joined``.
+    of ``launch``. joins: graphs of one query in host memory are made for ``graphs.Joined``. queries: where these find
+    it, by its length; several that search at the same time, for the same query, may share that.
     """
 
-    def __init__(self, index: ResidentIndex, most_pinned: int = sys.maxsize, joins: bool = False) -> None:
+    def __init__(
+        self, index: ResidentIndex, most_pinned: int = sys.maxsize, joins: bool = False,
+        queries: dict[int, Tensor] | None = None,
+    ) -> None:  # fmt: skip
         self.index = index
         self._most_pinned, self._joins = most_pinned, joins
+        self._queries = {} if queries is None else queries  # fp32 [1, LQ, DIM] in pinned host memory
         self.device = index.device
         self._turns = Turns(index.device)
         self._cmax = float(index.centroids.float().norm(dim=1).max()) if index.num_centroids else 0.0
@@ -477,7 +482,7 @@ class DeviceSearch:
         if not self.records:
             return rec
         if on_host:
-            rec.pinned_Q = torch.empty(Q.shape, pin_memory=True)
+            rec.pinned_Q = self._queries.setdefault(lq, torch.empty(Q.shape, pin_memory=True))
             if count is not None:
                 rec.pinned_count = torch.ones(1, dtype=torch.int32, pin_memory=True)
         if packs and lanes == 1 and rec.output.numel() <= self._most_pinned:

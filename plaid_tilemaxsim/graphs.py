@@ -102,10 +102,10 @@ class Joined:
         self._add(last, [self._add(graph, None) for graph in first])
         self._launched = self._done(self._runtime.cudaGraphInstantiate(self._whole, 0))
 
-    def replay(self) -> None:
-        """On the current stream of the ``last`` one's device, which is the current device."""
-        stream = self._runtime.cudaStream_t(torch.cuda.current_stream().cuda_stream)
-        self._done(self._runtime.cudaGraphLaunch(self._launched, stream))
+    def replay(self, stream: torch.cuda.Stream | None = None) -> None:
+        """On a stream of the ``last`` one's device, which is the current device; None: on its current stream."""
+        handle = self._runtime.cudaStream_t((stream or torch.cuda.current_stream()).cuda_stream)
+        self._done(self._runtime.cudaGraphLaunch(self._launched, handle))
 
     def __del__(self) -> None:
         if hasattr(self, "_launched"):

@@ -11,7 +11,7 @@ costs is up to four times as many exact scores, of a few thousand passages at mo
 reading them takes long, a shard leaves out those that it can tell no merge will keep.
 One host thread launches everything: a CUDA graph a device, the copies, the graph of the merge, and one wait. For one
 query in host memory that is a single launch: the shards' graphs fetch it from pinned memory and leave their rows there,
-the merge's graph fetches those, and all are parts of one graph. A copy from device to device would depend on how the
+the merge's reads those, and all are parts of one graph. A copy from device to device would depend on how the
 devices are linked, and where the parts cannot be joined (``graphs.can_join``) they are launched one by one.
 """
 
@@ -46,6 +46,8 @@ Answer = tuple[Tensor, Tensor]
 MAX_MERGES = 64
 # Words of a shard's row that go through host memory; where it is longer, the devices' link is worth more launches.
 MOST_PINNED = 1 << 18
+# Words of a row in host memory that the merge reads there, each of them about twice.
+MOST_OVER_BUS = 1 << 15
 
 
 class ShardedEngine(SearchEngine):
@@ -258,17 +260,17 @@ class HostShards(Shards):
         return engine._all_candidates(Q, params, allow)
 
 
-def _on_device(index: ResidentIndex, most_pinned: int, joins: bool) -> DeviceSearch:
+def _on_device(index: ResidentIndex, most_pinned: int, joins: bool, queries: dict[int, Tensor]) -> DeviceSearch:
     from plaid_tilemaxsim.device_search import DeviceSearch
 
-    return DeviceSearch(index, most_pinned, joins)
+    return DeviceSearch(index, most_pinned, joins, queries)
 
 
 @dataclass
 class _Merge:
     """Static input, output and the graph between them (None without CUDA)."""
 
-    parts: list[Tensor]  # of every shard int32 [lanes, 1 + columns * room], all in one buffer
+    parts: list[Tensor]  # of every shard int32 [lanes, 1 + columns * room]
     run: Callable[[], Tensor]
     packed: Tensor  # int32 [lanes, 1 + 2 k]
     graph: torch.cuda.CUDAGraph | None = None
@@ -287,6 +289,7 @@ class _Plan:
     """One query in host memory: every shard's graph and a merge that fetches their rows, as one graph."""
 
     recordings: list[_Recording]
+    pinned_Q: Tensor  # where all of them find it
     merging: _Merge
     whole: Joined
 
@@ -299,7 +302,10 @@ class DeviceShards(Shards):
         self._turns = Turns(self.device)
         self._on_gpu = self.device.type == "cuda"
         joins = self._on_gpu and can_join()
-        self._shards = [_on_device(shard, MOST_PINNED if s else 0, joins) for s, shard in enumerate(index.shards)]
+        queries: dict[int, Tensor] = {}
+        self._shards = [
+            _on_device(shard, MOST_PINNED if s else 0, joins, queries) for s, shard in enumerate(index.shards)
+        ]
         self._joins = joins and all(shard.records for shard in self._shards)
         if self._on_gpu and not joins:
             log.warning("devices: expected torch 2.8 and cuda-bindings; without them a search is a launch a device")
@@ -441,12 +447,11 @@ class DeviceShards(Shards):
         """mark: called after every step, with its name."""
         here = torch.cuda.current_stream()
         try:
-            for shard, one in zip(self._shards, plan.recordings, strict=True):
+            for shard in self._shards:
                 shard.yield_to(here)
-                assert one.pinned_Q is not None
-                one.pinned_Q.copy_(Q)
+            plan.pinned_Q.copy_(Q)
             mark("query")
-            plan.whole.replay()
+            plan.whole.replay(here)
             mark("launch")
             here.synchronize()
             mark("wait")
@@ -474,8 +479,12 @@ class DeviceShards(Shards):
             if all(row is not None for row in rows):
                 merging = self._record_merge(1, keeps, tuple(row.size(1) for row in rows), rows)
                 assert merging.graph is not None
+                (pinned_Q,) = {id(one.pinned_Q): one.pinned_Q for one in found}.values()
+                assert pinned_Q is not None
                 # the others first: their rows have a way to go
-                plan = _Plan(found, merging, Joined([one.graph for one in found[::-1] if one.graph], merging.graph))
+                plan = _Plan(
+                    found, pinned_Q, merging, Joined([one.graph for one in found[::-1] if one.graph], merging.graph)
+                )
         self._plans[key] = plan
         if len(self._plans) > MAX_MERGES:
             self._plans.popitem(last=False)
@@ -497,23 +506,30 @@ class DeviceShards(Shards):
     def _record_merge(
         self, lanes: int, keeps: list[int | None], widths: tuple[int, ...], sources: Sequence[Tensor] = ()
     ) -> _Merge:
-        """sources: where the graph fetches the parts from, if it is to."""
+        """sources: the shards' rows, which the graph is to fetch."""
         from plaid_tilemaxsim.ops import merge_kernel
 
         columns = 1 + len(keeps)
-        sizes = [lanes * max(width, 1) for width in widths]
-        rows = torch.zeros(sum(sizes), dtype=torch.int32, device=self.device)
-        parts = [part.view(lanes, -1) for part in rows.split(sizes)]
+        if sources:
+            # A kernel reads a few KB over the bus in less time than a copy takes to start.
+            near = [source.is_cuda or source.numel() <= MOST_OVER_BUS for source in sources]
+            parts = [s if here else torch.zeros_like(s, device=self.device) for s, here in zip(sources, near)]
+            rows = parts[0]
+        else:
+            sizes = [lanes * max(width, 1) for width in widths]
+            rows = torch.zeros(sum(sizes), dtype=torch.int32, device=self.device)
+            parts = [part.view(lanes, -1) for part in rows.split(sizes)]
         table = [
-            [sum(sizes[:s]), part.size(1), (part.size(1) - 1) // columns, start]
-            for s, (part, start) in enumerate(zip(parts, self.index.starts, strict=True))
+            [(part.data_ptr() - rows.data_ptr()) // 4, part.size(1), (part.size(1) - 1) // columns, start]
+            for part, start in zip(parts, self.index.starts, strict=True)
         ]
         most = max(room for _, _, room, _ in table)
         placed = torch.tensor(table, dtype=torch.int64, device=self.device)
 
         def run(out: Tensor | None = None) -> Tensor:
             for part, source in zip(parts, sources):
-                part.copy_(source, non_blocking=True)
+                if part is not source:
+                    part.copy_(source, non_blocking=True)
             return merge_kernel.merge(rows, placed, most, keeps, lanes, out)
 
         merging = _Merge(parts, run, run())  # compiles the kernels

@@ -516,11 +516,11 @@ def test_one_query_takes_one_graph_of_all(
         pytest.skip("here real ones do")
     one, several = engines(index, "triton", 2)
     shards, log = several._device_search, []
-    stream = SimpleNamespace(synchronize=lambda: log.append("wait"))
+    stream, pinned_Q = SimpleNamespace(synchronize=lambda: log.append("wait")), torch.zeros_like(queries[:1])
 
     def prepared(shard: Any, name: str, kind: str, lq: int, params: SearchParams) -> Any:
         rec = shard._recording(kind, lq, params)
-        host = dataclasses.replace(rec, pinned_Q=torch.zeros_like(rec.Q), pinned=torch.zeros_like(rec.output))
+        host = dataclasses.replace(rec, pinned_Q=pinned_Q, pinned=torch.zeros_like(rec.output))
 
         def replay() -> None:
             log.append(name)
@@ -546,7 +546,8 @@ def test_one_query_takes_one_graph_of_all(
         def __init__(self, first: list[Graph], last: Graph) -> None:
             self.graphs = [*first, last]
 
-        def replay(self) -> None:
+        def replay(self, on: Any) -> None:
+            assert on is stream
             for graph in self.graphs:
                 graph.replay()
 

@@ -7,9 +7,11 @@ A radix select on the order-preserving 32-bit image of fp32 scores:
     tally       scores above / equal to the threshold in each program's range
     scatter     writes the chosen ones at their offset; their order is the order of the input
 
-Counts are atomic additions in the L2 cache, which are fast unless many meet in one bin. Scores differ by little, so the
-first histogram has bins of 2^22 images, but of 2^15 from an eighth to twice the largest score of a sample; then come 11
-bits of what is left, and the rest. Where passages have no score, or all have the same, they are added up first.
+Scores differ by little, so the first histogram has bins of 2^22 images, but 256 bins of 2^17 from an eighth to twice
+the largest score of a sample: a program counts these by itself (``tl.histogram``, whose time grows with the bins) and
+adds them to those of the others. What the next two histograms count, 11 bits of what is left and the rest, are few
+scores: atomic additions in the L2 cache, which are fast unless many meet in one bin. So passages without a score, and
+all that agree with the first of a tile, are added up before, in the first histogram too.
 
 Since candidates arrive with ascending pids, the result does too, and "ties by pid" needs no second key. n is a device
 scalar and the grid is fixed, so nothing waits for the host and nothing recompiles when n changes. For a few thousand
@@ -67,6 +69,14 @@ def _digit(h, need, BINS: tl.constexpr):
 
 
 @triton.jit
+def _counts(digit, live, BINS: tl.constexpr):
+    # tl.histogram takes no mask in every version: what does not count goes to bin 0 and is taken off again
+    dead = tl.sum((live == 0).to(tl.int32), 0)
+    h = tl.histogram(tl.where(live, digit, 0), BINS)
+    return h - tl.where(tl.arange(0, BINS) == 0, dead, 0)
+
+
+@triton.jit
 def _sampled_window(scores_ptr, n, SAMPLE: tl.constexpr):
     # the first of the eight values of the upper 10 bits that the first histogram divides
     i = tl.arange(0, SAMPLE) * tl.maximum(n // SAMPLE, 1)
@@ -78,17 +88,17 @@ def _sampled_window(scores_ptr, n, SAMPLE: tl.constexpr):
 def _first_bin(key, window):
     # ascending with the key
     upper = (key >> 22).to(tl.int32)
-    fine = window + ((upper - window) << 7) + ((key >> 15) & 127).to(tl.int32)
-    return tl.where(upper < window, upper, tl.where(upper < window + 8, fine, upper + 1016))
+    fine = window + ((upper - window) << 5) + ((key >> 17) & 31).to(tl.int32)
+    return tl.where(upper < window, upper, tl.where(upper < window + 8, fine, upper + 248))
 
 
 @triton.jit
 def _of_first_bin(bin_, window):
-    # the least key in the bin, and how many of its bits are open
+    # the least key in the bin, and how many of its bits are open; the last key for a bin that has none
     fine = bin_ - window
-    inside = (fine >= 0) & (fine < 1024)
-    upper = tl.where(inside, window + (fine >> 7), tl.where(fine < 0, bin_, bin_ - 1016))
-    return (upper << 22) | tl.where(inside, (fine & 127) << 15, 0), tl.where(inside, 15, 22)
+    inside = (fine >= 0) & (fine < 256)
+    upper = tl.where(inside, window + (fine >> 5), tl.where(fine < 0, bin_, tl.minimum(bin_ - 248, 1023)))
+    return (upper << 22) | tl.where(inside, (fine & 31) << 17, 0), tl.where(inside, 17, 22)
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -109,15 +119,18 @@ def _histogram_kernel(
         agreed = found.to(tl.uint32, bitcast=True) >> open_
         shift = tl.maximum(open_ - 11, 0)
     j = tl.arange(0, BLOCK)
+    total = tl.zeros([256], dtype=tl.int32)  # of the bins from `window` on
     for at in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
         live = at + j < n
         key = _image(tl.load(scores_ptr + at + j, mask=live, other=0.0))
-        if LEVEL == 0:
-            bin_ = _first_bin(key, window)
-        else:
+        if LEVEL > 0:
             live = live & ((key >> open_) == agreed)
             bin_ = ((key >> shift) & ((1 << (open_ - shift)) - 1)).to(tl.int32)
-        # Many in one bin would wait for each other: those without a score, and those in the bin of the first.
+        else:
+            bin_ = _first_bin(key, window)
+            inside = live & (bin_ >= window) & (bin_ < window + 256)
+            total += _counts(bin_ - window, inside, 256)
+            live = live & (inside == 0)
         none = live & (key == _NO_SCORE)
         first = tl.sum(tl.where(j == 0, bin_, 0), 0)
         same = live & (bin_ == first) & (none == 0)
@@ -126,6 +139,8 @@ def _histogram_kernel(
         tl.atomic_add(work_ptr + first, several, mask=several > 0, sem="relaxed")
         several = tl.sum(none.to(tl.int32), 0)
         tl.atomic_add(work_ptr + tl.max(tl.where(none, bin_, 0), 0), several, mask=several > 0, sem="relaxed")
+    if LEVEL == 0:
+        tl.atomic_add(work_ptr + window + tl.arange(0, 256), total, mask=total > 0, sem="relaxed")
     tl.debug_barrier()  # all of this program's counts are out before it says so
     if tl.atomic_add(work_ptr + DONE, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         hist_ptr = work_ptr + tl.arange(0, BINS)

@@ -19,7 +19,9 @@ def run(scores, n, m, device):
     return pids, out_pids.cpu(), out_scores.cpu(), int(out_count)
 
 
-@pytest.mark.parametrize(("n", "m"), [(0, 4), (1, 4), (5, 5), (100, 7), (5000, 33), (9000, 4096), (300, 500)])
+@pytest.mark.parametrize(
+    ("n", "m"), [(0, 4), (1, 0), (1, 4), (5, 5), (100, 0), (100, 7), (5000, 33), (9000, 4096), (300, 500)]
+)
 def test_select_is_a_stable_top_in_input_order(n, m, device):
     scores = torch.full((10000,), float("nan"))  # behind n nothing may be read
     scores[:n] = (torch.randn(n, generator=torch.Generator().manual_seed(n)) * 5).round() / 4  # many ties

@@ -2,23 +2,24 @@
 
 Memory is counted as ``index.placement`` does. Times are sums of measured pieces, each scaled by what it depends on:
 
-    centroids    centroids
+    centroids    centroids, at each k
     candidates   passages, and never below what was measured
-    prune        tokens of the candidates; two selections; tokens of ndocs passages
+    prune        tokens of the candidates, on the line through what the least and the largest k took
     exact        tokens scored, after a time that any number takes
     topk         passages scored
     host         from the call to the first launch and from the last to the lists, once a search
 
 Candidates follow from the mean length of the lists, as many lists being read as were measured. A shard has its share of
 passages, tokens and candidates, and all centroids; it scores four times as many passages exactly (see ``merge``).
-``measured.json`` holds the pieces and the results file of each; the kernels' own depend on no search, so the measured
-searches check the sums (tests/test_plan.py).
+``measured.json`` holds the pieces and the results file of each: kernels by themselves, and the device's time in the
+stages of a search. The measured searches check the sums (tests/test_plan.py).
 """
 
 from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -160,27 +161,31 @@ def search(sizes: Sizes, shards: int, mode: str, k: int, gpu: str, placement: st
     scattered = 100_000 * m["tokens"] / m["passages"] / m["exact_100k_ms"] * whole / (1e6 * m["residual2_gtok"])
     grown = part.num_passages / m["passages"]
     centroids, ndocs = part.num_centroids / m["centroids"], default_params(k)[2]
-    stages = {"centroids": m["centroids_keep_cells_ms"] * centroids, "candidates": m["candidates_ms"] * max(1, grown)}
+    stages_ms, lengthened = m[f"plaid_k{k}_stages_ms"], length * m["passages"] / m["tokens"]
+    stages = {"centroids": stages_ms["centroids"] * centroids, "candidates": stages_ms["candidates"] * max(1, grown)}
     if mode == "plaid":
+        few, many = (m[f"plaid_k{one}_stages_ms"]["prune"] for one in (KS[0], KS[-1]))
+        fewest, most = (m[f"candidates_k{one}"] for one in (KS[0], KS[-1]))
+        each = (many - few) / (most - fewest)
+        stages["prune"] = few + (candidates * lengthened - fewest) * each
         kept = min(ndocs, candidates)
-        stages["prune"] = candidates * length / (1e6 * m["prune_gtok"]) + m["select_ms"]
-        stages["prune"] += kept * length / (1e6 * m["centroid_gtok"])
         scored = kept if shards > 1 else min(ndocs // 4, kept)
-        stages["exact"] = m["exact_least_ms"] + scored * length / scattered
-        stages["topk"] = m["topk_least_ms"]
+        each = (m["residual_fp32_us_1024"] - m["residual_fp32_us_64"]) / (1024 - 64) / 1e3
+        stages["exact"] = m["plaid_k10_stages_ms"]["exact"] + max(0, scored * lengthened - 64) * each
+        stages["topk"] = stages_ms["topk"]
         if placement == "host":
             fetched = m[f"host_p50_ms_k{k}"] - m[f"search_p50_ms_k{k}"]
             stages["host memory"] = fetched * (4 if shards > 1 else 1)
     elif mode == "rerank":
         stages["exact"] = candidates * length / scattered
-        stages["topk"] = m["select_ms"]
+        stages["topk"] = m["rerank_topk_ms"]
     elif mode == "exhaustive":
         candidates = part.num_passages
         stages = {"centroids": m["centroid_scores_ms"] * centroids, "exact": part.num_tokens / whole}
         stages["topk"] = m["exhaustive_topk_ms"] * grown
     else:
         raise ValueError(f"mode: expected plaid, rerank or exhaustive, got {mode!r}")
-    host = m["search_p50_ms_k10"] - sum(m["plaid_k10_stages_ms"].values())
+    host = statistics.median(m[f"search_p50_ms_k{one}"] - sum(m[f"plaid_k{one}_stages_ms"].values()) for one in KS)
     sending = merging = 0.0
     if shards > 1:
         # Answers of plaid hold ndocs passages, which was measured, others k.

@@ -93,7 +93,7 @@ def test_bits_change_residuals_alone():
     a, b = (plan.memory(sizes, "gpu")[0] for sizes in (one, four))
     assert b["residuals"] == 4 * a["residuals"]
     assert {name for name in a if a[name] != b[name]} == {"residuals", "workspace"}
-    assert plan.search(one, 1, "plaid", 10, "h200").gpu < plan.search(four, 1, "plaid", 10, "h200").gpu
+    assert plan.search(one, 1, "rerank", 10, "h200").gpu < plan.search(four, 1, "rerank", 10, "h200").gpu
 
 
 def test_command(capsys):

@@ -253,17 +253,30 @@ class Program:
                 if kind[0] == "ld":
                     regs.update(zip(names, values, strict=True))
             elif kind[0] in ("atom", "red"):
-                where, added = address(args[-2]), ptx_warp._f32(read(args[-1]))
+                assert "add" in kind
+                dtype = np.float32 if kind[-1] == "f32" else np.uint32
+                where, added, old = address(args[-2]), read(args[-1]).astype(np.uint32).view(dtype), np.zeros(32, _U)
                 for lane in _LANES if live is None else _LANES[live]:
-                    self.memory.at(int(where[lane]), 4).view(np.float32)[0] += added[lane]
+                    data = self._at("global" if "global" in kind else "shared", int(where[lane]), 4)
+                    old[lane] = data.view(np.uint32)[0]
+                    data.view(dtype)[:] += added[lane : lane + 1]
+                if kind[0] == "atom":
+                    write(args[0], old, live)
+            elif kind[0] == "ldmatrix":
+                assert i.op == "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
+                rows = np.stack([self._at("shared", int(x), 16) for x in address(args[1])]).view("<u4")
+                for k, name in enumerate(parts[0]):
+                    regs[name] = rows[8 * k + _LANES // 4, _LANES % 4].astype(_U)
             elif kind[0] == "elect":
                 predicates[args[0].split("|")[1]] = _LANES == 0
             elif kind[0] == "vote":
                 (bits,) = np.packbits(predicates[args[1]], bitorder="little").view("<u4")
                 write(args[0], np.full(32, bits, _U), None)
             elif kind[0] == "redux":
-                x = read(args[1]) & _M32
-                write(args[0], np.full(32, np.bitwise_or.reduce(x) if kind[2] == "or" else x.sum() & _M32, _U), None)
+                x = ptx_warp._signed(read(args[1]))
+                reduced = {"or": np.bitwise_or.reduce, "add": np.sum, "max": np.max}[kind[2]](x)
+                assert kind[2:] != ["max", "u32"]
+                write(args[0], ptx_warp._unsigned(np.full(32, reduced)), None)
             elif kind[0] == "setp":
                 x, y = read(args[1]), read(args[2])
                 if kind[2][0] == "f":
@@ -342,6 +355,10 @@ def _value(kind: list[str], x: list[Value], width: int) -> Value:
     mask = _U((1 << width) - 1)
     if name == "shfl" and kind[2] == "idx":
         return x[0][(x[1] & _U(31)).astype(int)]
+    if name == "shfl" and kind[2] == "up":
+        assert not x[2].any()
+        source = _LANES - x[1].astype(int)
+        return x[0][np.where(source < 0, _LANES, source)]
     if name == "popc":
         return np.array([int(v & _M32).bit_count() for v in x[0]], _U)
     if name == "not":

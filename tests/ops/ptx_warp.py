@@ -112,7 +112,8 @@ _PREDICATES: dict[str, Callable[..., np.ndarray]] = {
     "mov": np.copy, "not": np.logical_not, "and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor,
 }  # fmt: skip
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
-    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal
+    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
+    "num": lambda x, y: (x == x) & (y == y),
 }  # fmt: skip
 
 

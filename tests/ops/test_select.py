@@ -1,9 +1,19 @@
 """Radix select against a stable sort."""
 
+import os
+import random
+import re
+import subprocess
+import sys
+
+import numpy as np
 import pytest
 import torch
 
 from plaid_tilemaxsim.ops import select_kernel as sk
+from plaid_tilemaxsim.ops import tuning
+from tests.ops.ptx_program import Program
+from tests.ops.ptx_warp import Memory
 
 
 def run(scores, n, m, device):
@@ -74,3 +84,74 @@ def test_whatever_the_scores(kind, m, device):
     assert taken == m
     assert torch.equal(got, pids[best])
     assert torch.equal(got_scores, scores[best])
+
+
+PROGRAMS = 3
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory):
+    """PTX and bytes of shared memory of the five launches on sm_90."""
+    folder = tmp_path_factory.mktemp("select")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.ops.select_ptx", str(folder), str(PROGRAMS)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [((folder / f"{i}.ptx").read_text(), int((folder / f"{i}.shared_bytes").read_text())) for i in range(5)]
+
+
+def run_ptx(launches, scores, n, m, seed):
+    """All programs of a launch one after the other, in an order of chance; two selects on one workspace."""
+    memory, order = Memory(), random.Random(seed)
+    pids = np.arange(len(scores), dtype=np.int32) * 3
+    out_pids, out_scores = np.full(m + 1, -7, np.int32), np.full(m + 1, -99, np.float32)
+    out_count, work = np.full(1, -1, np.int32), np.zeros(sk._TALLY + 2 * PROGRAMS, np.int32)
+    arrays = (scores, np.array([n], np.int32), work, pids, out_pids, out_scores, out_count)
+    at_scores, at_count, at_work, at_pids, *at_out = map(memory.add, arrays)
+    histogram, tally = [at_scores, at_count, at_work, m], [at_scores, at_count, at_work]
+    scatter = [at_scores, at_pids, at_count, at_work, *at_out, m]
+    for params, (ptx, shared) in 2 * list(zip([histogram] * 3 + [tally, scatter], launches, strict=True)):
+        warps = int(re.search(r"\.reqntid (\d+)", ptx)[1]) // 32
+        for program in order.sample(range(PROGRAMS), PROGRAMS):
+            Program(ptx, memory, [*params, 0, 0], (program, PROGRAMS), warps, shared, order.randrange(99)).run()
+        assert not work[: sk.BINS].any()
+        assert work[sk._DONE] == 0
+    return pids, out_pids, out_scores, int(out_count[0])
+
+
+def _ptx_scores(kind, n):
+    g = np.random.default_rng(n)
+    scores = {
+        "ties": np.round(g.normal(size=n) * 5) / 4,
+        "near": 20 + g.normal(size=n) * 1e-5,
+        "wide": g.normal(size=n) * 10.0 ** g.integers(-30, 30, n),
+        "below the window": -g.random(n) * 1e-20,
+        "above the window": g.random(n),
+        "none": np.full(n, -np.inf),
+    }[kind].astype(np.float32)
+    sampled = np.arange(sk.SAMPLE) * max(n // sk.SAMPLE, 1)
+    if kind == "below the window":
+        scores[sampled] = np.arange(sk.SAMPLE) % 3 * 1e30
+    if kind == "above the window":
+        scores[sampled] = -1e30
+    scores[7::41], scores[8::43], scores[9::47] = -np.inf, np.nan, -0.0
+    return scores
+
+
+@pytest.mark.skipif(not tuning.interpreted(), reason="uses the interpreter: for machines without a GPU")
+@pytest.mark.parametrize(
+    ("kind", "n", "m"),
+    [
+        ("ties", 0, 4), ("ties", 3, 5), ("ties", 700, 0), ("ties", 8321, 100), ("ties", 3000, 2990), ("near", 2000, 77),
+        ("wide", 2500, 300), ("below the window", 1800, 1000), ("above the window", 1900, 50), ("none", 1500, 30),
+    ],
+)  # fmt: skip
+def test_ptx(launches, kind, n, m):
+    scores = np.append(_ptx_scores(kind, n), np.full(600, 1e35, np.float32))  # behind n nothing may count
+    pids, got, got_scores, taken = run_ptx(launches, scores, n, m, seed=n)
+    key = np.where(np.isnan(scores[:n]), -np.inf, scores[:n]) + 0.0
+    best = np.sort(np.argsort(-key, kind="stable")[:m])
+    assert taken == min(m, n)
+    np.testing.assert_array_equal(got[:taken], pids[best])
+    np.testing.assert_array_equal(got_scores[:taken], scores[best])
+    assert (got[taken:] == -7).all()

@@ -40,6 +40,8 @@ log = logging.getLogger("plaid_tilemaxsim")
 # free when the first batch comes.
 BATCH_LANES = 32
 BATCH_MEMORY_SHARE = 0.5
+# Launches of a batch before the first answer is waited for: their queries and answers lie in pinned memory.
+MOST_AHEAD = 4
 MAX_GRAPHS = 64
 
 
@@ -151,6 +153,8 @@ class DeviceSearch:
                 torch.cuda.synchronize(self.device)
             for lane in self._lanes:
                 lane.clean()
+            if self._on_gpu:
+                torch.cuda.synchronize(self.device)  # the next search may come on another stream
         except RuntimeError as lost:
             raise faults.device_lost(lost, self.device) from error
         shortage = faults.memory_shortage(error)
@@ -183,7 +187,7 @@ class DeviceSearch:
             return self._answer(rec, Q[None], allow=allow, watch=watch)[0]
 
     def search_batch(self, Q: Tensor, params: SearchParams) -> list[tuple[Tensor, Tensor]]:
-        """Q [B, LQ, DIM]: ``BATCH_LANES`` queries a launch, fewer where memory is short; no wait between launches."""
+        """Q [B, LQ, DIM]: ``BATCH_LANES`` queries a launch, fewer where memory is short; launches precede answers."""
         while True:
             try:
                 with self._turn():
@@ -355,25 +359,34 @@ class DeviceSearch:
             return unpacked(rec.pinned, columns)
         lanes = rec.Q.size(0)
         starts = range(0, len(Q), lanes)
+        slots = min(len(starts), MOST_AHEAD)
         # What is not pinned waits for the device. numpy copies in this thread; torch would ask all of its own.
-        pinned = torch.empty(Q.shape, pin_memory=True) if self._on_gpu and not Q.is_cuda else None
-        # int32 [rounds, lanes, 1 + columns * k]; what has come is unpacked while the device goes on
-        rows = torch.empty(len(starts), *rec.output.shape, dtype=torch.int32, pin_memory=self._on_gpu)
-        done = []
-        for row, first in zip(rows, starts, strict=True):
-            part = Q[first : first + lanes]
-            if pinned is not None:
-                np.copyto(pinned[first : first + lanes].numpy(), part.numpy())
-                part = pinned[first : first + lanes]
-            self._load(rec, part, pids=pids, allow=allow)
-            row.copy_(rec.replay(), non_blocking=True)
-            if self._on_gpu:
-                done.append(torch.cuda.current_stream().record_event())
-        answers = []
-        for i, first in enumerate(starts):
+        pinned = None
+        if self._on_gpu and not Q.is_cuda:
+            pinned = torch.empty(slots, *rec.Q.shape, dtype=torch.float32, pin_memory=True)
+        rows = torch.empty(slots, *rec.output.shape, dtype=torch.int32, pin_memory=self._on_gpu)
+        done: list[torch.cuda.Event] = []
+        answers: list[list[Tensor]] = []
+
+        def collect(i: int) -> None:
             if self._on_gpu:
                 done[i].synchronize()
-            answers += unpacked(rows[i][: len(Q) - first], columns)
+            answers.extend(unpacked(rows[i % slots][: len(Q) - starts[i]], columns))
+
+        for i, first in enumerate(starts):
+            if i >= slots:
+                collect(i - slots)  # while the device goes on
+            part = Q[first : first + lanes]
+            if pinned is not None:
+                staged = pinned[i % slots, : len(part)]
+                np.copyto(staged.numpy(), part.numpy())
+                part = staged
+            self._load(rec, part, pids=pids, allow=allow)
+            rows[i % slots].copy_(rec.replay(), non_blocking=True)
+            if self._on_gpu:
+                done.append(torch.cuda.current_stream().record_event())
+        for i in range(len(starts) - slots, len(starts)):
+            collect(i)
         return answers
 
     def _load(self, rec: _Recording, Q: Tensor, pids: Tensor | None = None, allow: Tensor | None = None) -> None:
@@ -482,7 +495,7 @@ class DeviceSearch:
         if not self.records:
             return rec
         if on_host:
-            rec.pinned_Q = self._queries.setdefault(lq, torch.empty(Q.shape, pin_memory=True))
+            rec.pinned_Q = self._queries.setdefault(lq, torch.empty(Q.shape, dtype=Q.dtype, pin_memory=True))
             if count is not None:
                 rec.pinned_count = torch.ones(1, dtype=torch.int32, pin_memory=True)
         if packs and lanes == 1 and rec.output.numel() <= self._most_pinned:

@@ -1,7 +1,7 @@
 """CUDA graphs over static buffers: recorded one at a time in a process, replayed by one caller at a time.
 
-Graphs on several devices can be one launch (``Joined``), for which it takes the Python bindings of CUDA that torch
-brings.
+Graphs on several devices can be one launch (``Joined``), for which it takes torch 2.8 and CUDA's Python bindings, which
+later versions of torch install (cuda-bindings).
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ class Joined:
     def _done(self, answer: tuple[Any, ...]) -> Any:
         status, *values = answer
         if int(status):
-            raise RuntimeError(f"CUDA error: {status.name} of a joined graph")
+            text = self._runtime.cudaGetErrorString(status)[1].decode()
+            raise RuntimeError(f"CUDA error: {text} ({status.name}) of a joined graph")
         return values[0] if values else None
 
 

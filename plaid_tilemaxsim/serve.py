@@ -185,6 +185,7 @@ def _batch_size(queries: int) -> int:
 
 
 def _settle(futures: Sequence[Any], answers: Sequence[Answer | Exception]) -> None:
+    """futures: asyncio's, in the thread of their loop, or others that nobody cancels."""
     for future, answer in zip(futures, answers, strict=True):
         if future.done():
             continue
@@ -229,7 +230,7 @@ class BatchSearch:
     def _shared_k(self, k: int) -> int:
         """The largest k that is searched in the same way: its first results are those of k.
 
-        So queries of different k share a batch, and clients cannot make a GPU record a graph for every k.
+        So queries of different k share a batch, and clients cannot make a GPU record a graph for every k of up to 1024.
         """
         return next((min(n, self._max_k) for n in SAME_SEARCH if k <= n), k)
 

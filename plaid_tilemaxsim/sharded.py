@@ -289,7 +289,6 @@ class _Plan:
     """One query in host memory: every shard's graph and a merge that fetches their rows, as one graph."""
 
     recordings: list[_Recording]
-    pinned_Q: Tensor  # where all of them find it
     merging: _Merge
     whole: Joined
 
@@ -308,7 +307,10 @@ class DeviceShards(Shards):
         ]
         self._joins = joins and all(shard.records for shard in self._shards)
         if self._on_gpu and not joins:
-            log.warning("devices: expected torch 2.8 and cuda-bindings; without them a search is a launch a device")
+            log.warning(
+                "devices: expected torch 2.8 or later and cuda-bindings (pip install cuda-bindings); without them a "
+                "search is a launch a device"
+            )
         self._streams = [torch.cuda.Stream(shard.device) for shard in index.shards] if self._on_gpu else []
         self._records = all(shard.records for shard in self._shards)
         self._merges: OrderedDict[tuple[Any, ...], _Merge] = OrderedDict()
@@ -440,7 +442,7 @@ class DeviceShards(Shards):
                     rounds.append(packed.clone())
                 else:
                     torch.cuda.current_stream().synchronize()
-                    rounds.append(merging.pinned)
+                    rounds.append(merging.pinned.clone())
             return _answers(torch.cat(rounds)[: len(Q)].cpu())
 
     def _planned(self, plan: _Plan, Q: Tensor, mark: Callable[[str], None] = lambda step: None) -> list[Answer]:
@@ -449,15 +451,18 @@ class DeviceShards(Shards):
         try:
             for shard in self._shards:
                 shard.yield_to(here)
-            plan.pinned_Q.copy_(Q)
+            pinned_Q = plan.recordings[0].pinned_Q  # that of all
+            assert pinned_Q is not None
+            pinned_Q.copy_(Q)
             mark("query")
             plan.whole.replay(here)
             mark("launch")
             here.synchronize()
             mark("wait")
         except BaseException as error:
-            for shard in self._shards:
-                shard.clean_after(error)
+            with contextlib.ExitStack() as cleaning:  # all of them, whatever the first one says
+                for shard in self._shards:
+                    cleaning.callback(shard.clean_after, error)
             raise
         assert plan.merging.pinned is not None
         found = _answers(plan.merging.pinned)
@@ -479,12 +484,8 @@ class DeviceShards(Shards):
             if all(row is not None for row in rows):
                 merging = self._record_merge(1, keeps, tuple(row.size(1) for row in rows), rows)
                 assert merging.graph is not None
-                (pinned_Q,) = {id(one.pinned_Q): one.pinned_Q for one in found}.values()
-                assert pinned_Q is not None
                 # the others first: their rows have a way to go
-                plan = _Plan(
-                    found, pinned_Q, merging, Joined([one.graph for one in found[::-1] if one.graph], merging.graph)
-                )
+                plan = _Plan(found, merging, Joined([one.graph for one in found[::-1] if one.graph], merging.graph))
         self._plans[key] = plan
         if len(self._plans) > MAX_MERGES:
             self._plans.popitem(last=False)
@@ -537,8 +538,12 @@ class DeviceShards(Shards):
             return merging
         if lanes == 1:
             merging.pinned = torch.zeros(merging.packed.shape, dtype=torch.int32, pin_memory=True)
-        with recording(self.device, self._pool, bool(sources)) as graph:
-            merging.packed = run(merging.pinned)
+        try:
+            with recording(self.device, self._pool, bool(sources)) as graph:
+                merging.packed = run(merging.pinned)
+        except BaseException:
+            self._pool = torch.cuda.graph_pool_handle()  # nothing is recorded into the other one any more
+            raise
         merging.graph = graph
         return merging
 

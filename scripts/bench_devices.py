@@ -117,6 +117,8 @@ def on_device(graph: Any, stream: torch.cuda.Stream, repeats: int = 20) -> dict[
 def breakdown(several: SearchEngine, queries: Tensor, params: SearchParams) -> dict[str, dict[str, float]]:
     """Medians in microseconds of one search over shards; nothing where it takes other ways than a graph a shard."""
     shards: Any = several._device_search
+    if not shards._joins:
+        return {}
     keeps = _keeps(params)
     steps: dict[str, list[float]] = {}
     last = 0.0

@@ -258,9 +258,10 @@ def dense(dtype: torch.dtype, precisions: tuple[str, ...]) -> None:
 
 def dense_ring() -> None:
     arch = tuning.arch(torch.device(DEVICE))
-    wide = itertools.product((32, 37), (512, 768, 1024), (1, 7, 32), (torch.float16, torch.bfloat16))
-    whole = itertools.product((128, 256), (128,), (7, 32), (torch.float16, torch.bfloat16))
-    for i, (ND, DIM, LQ, dtype) in enumerate([*wide, *whole]):
+    dtypes = (torch.float16, torch.bfloat16)
+    wide = itertools.product(dtypes, (32, 37), (512, 768, 1024), (1, 7, 32))
+    whole = itertools.product(dtypes, (128, 256), (128,), (7, 32, 1))
+    for i, (dtype, ND, DIM, LQ) in enumerate([*wide, *whole]):
         if i % 2 or not tuning.dense_is_ring(arch, dtype, DIM, 1, LQ, 9, ND):
             continue
         g = torch.Generator().manual_seed(i)

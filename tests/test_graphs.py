@@ -1,12 +1,13 @@
 """Graphs joined to one launch: what CUDA is asked for. That it answers right is for tests on GPUs."""
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from plaid_tilemaxsim import graphs
+from plaid_tilemaxsim import faults, graphs
 
 
 class Runtime:
@@ -21,6 +22,9 @@ class Runtime:
 
     cudaStream_t = cudaGraph_t
 
+    def cudaGetErrorString(self, status: Any) -> Any:
+        return 0, b"out of memory"
+
     def _answer(self, name: str, *args: Any) -> Any:
         self.calls.append((name, *args))
         return (Status(int(name == self.refused)), f"{name} {len(self.calls)}")
@@ -30,7 +34,7 @@ class Runtime:
 
 
 class Status(int):
-    name = "cudaErrorInvalidValue"
+    name = "cudaErrorMemoryAllocation"
 
 
 def a_graph(name: str) -> Any:
@@ -61,8 +65,11 @@ def test_the_last_waits_for_all_others_and_they_for_none(runtime: Runtime) -> No
 @pytest.mark.parametrize("refused", ["cudaGraphCreate", "cudaGraphAddChildGraphNode", "cudaGraphInstantiate"])
 def test_what_cuda_refuses_is_an_error_and_leaves_nothing(runtime: Runtime, refused: str) -> None:
     runtime.refused = refused
-    with pytest.raises(RuntimeError, match="cudaErrorInvalidValue"):
+    with pytest.raises(RuntimeError, match="out of memory") as raised:
         graphs.Joined([a_graph("a")], a_graph("last"))
+    assert faults.memory_shortage(raised.value) is not None
+    del raised  # which holds what was being made
+    gc.collect()
     made = refused != "cudaGraphCreate"
     assert [call[0] for call in runtime.calls].count("cudaGraphDestroy") == made
     assert not any(call[0] == "cudaGraphExecDestroy" for call in runtime.calls)

@@ -568,6 +568,31 @@ def test_one_query_takes_one_graph_of_all(
     assert not shards._plans
 
 
+def test_a_batch_of_one_branch_gives_each_query_its_answer(
+    index: PlaidIndex, queries: Tensor, monkeypatch: Any
+) -> None:
+    """As where memory is short; the answer of every launch is left in the same host memory."""
+    one, several = engines(index, "triton", 2)
+    shards = several._device_search
+    real = shards._record_merge
+
+    def record_merge(*args: Any) -> Any:
+        merging = real(*args)
+        merging.pinned = torch.zeros_like(merging.packed)
+        merging.graph = Graph(lambda: merging.pinned.copy_(merging.run()))
+        return merging
+
+    if not ON_GPU:
+        monkeypatch.setattr(shards, "_record_merge", record_merge)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    for shard in shards._shards:
+        monkeypatch.setattr(shard, "batch_lanes", lambda lq, queries: 1)
+    found = several.search_batch(queries, MODES[0])
+    assert all(same(answer, one.search(q, MODES[0])) for answer, q in zip(found, queries, strict=True))
+    assert not same(found[0], found[1])
+    several.close()
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_index(tmp_path_factory.mktemp("scorer") / "index", n=300)

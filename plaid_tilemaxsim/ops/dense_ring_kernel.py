@@ -131,7 +131,7 @@ def dense_maxsim(Q: Tensor, D: Tensor, out: Tensor, count: Tensor | None) -> Non
     """See :func:`.api.dense_maxsim`; Q ``[1, LQ, DIM]``, D ``[n, ND, DIM]``; writes ``out`` fp32 ``[1, n]``.
 
     fp16 or bf16, LQ at most 32, DIM a multiple of 128 up to 1024; D is aligned to 16 bytes and has 1 token or more,
-    fewer than 2**30.
+    fewer than 2**30. At 128 dimensions a passage is a program, those behind ``count`` too.
     """
     _, LQ, DIM = Q.shape
     n, ND = out.size(1), D.size(1)

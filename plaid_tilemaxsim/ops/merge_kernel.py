@@ -140,9 +140,10 @@ def merge(
     """int32 ``[lanes, 1 + 2 k]``: how many passages are found, their pids, the bits of their scores, best first.
 
     rows: int32, the shards' rows of every query in flight; table: int64 ``[shards, 4]``: where a shard's first row
-    starts in ``rows``, words from one query's row to the next, the room of a column, the shard's first pid. A row is a
-    count, pids ``[room]`` and ``len(keeps)`` columns of fp32 ``[room]``; ``most``: the largest room. ``keeps``: how
-    many stay after each column, None for all; k is what the last leaves room for. Ties go to the smaller pid.
+    starts, in words from ``rows`` on (also in another tensor or in pinned memory, which the caller keeps), words from
+    one query's row to the next, the room of a column, the shard's first pid. A row is a count, pids ``[room]`` and
+    ``len(keeps)`` columns of fp32 ``[room]``; ``most``: the largest room. ``keeps``: how many stay after each column,
+    None for all; k is what the last leaves room for. Ties go to the smaller pid.
     out: contiguous, on the rows' device or in pinned host memory; where the answer is written, and returned. What lies
     behind the passages found is any. Raises ValueError where it is none of this shape and dtype.
     """

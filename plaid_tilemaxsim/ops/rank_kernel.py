@@ -23,9 +23,7 @@ LIMIT = 4096
 
 @triton.jit
 def _entry(scores_ptr, pids_ptr, i, n, HAS_PIDS: tl.constexpr):
-    # NaN ranks like an empty passage: every place must be taken by someone; adding 0.0 makes -0.0 equal to 0.0
-    score = tl.load(scores_ptr + i, mask=i < n, other=0.0) + 0.0
-    score = tl.where(score == score, score, float("-inf"))
+    score = tl.load(scores_ptr + i, mask=i < n, other=0.0)
     pid = i
     if HAS_PIDS:
         pid = tl.load(pids_ptr + i, mask=i < n, other=0)
@@ -56,6 +54,7 @@ def _rank_kernel(
         ahead += (other[None, :] > key[:, None]).to(tl.int32)
     place = tl.sum(ahead, 1)
     ranked = (i < n) & (place < k)
+    score = tl.where(score == score, score, float("-inf")) + 0.0  # NaN ranks like an empty passage, -0.0 like 0.0
     tl.store(packed_ptr + 1 + place, pid, mask=ranked)
     tl.store(packed_ptr + 1 + k + place, score.to(tl.int32, bitcast=True), mask=ranked)
     if tl.program_id(0) == 0:

@@ -121,6 +121,11 @@ class Program:
 
     def run(self) -> None:
         """To the end of every warp. Raises RuntimeError where all of them wait."""
+        for _ in self.turns():
+            pass
+
+    def turns(self) -> Iterator[None]:
+        """``run``, a turn of one warp at a time: for programs that run at once."""
         running = {warp: self._warp(warp) for warp in range(self.warps)}
         waiting: dict[int, Callable[[], bool]] = {}
         while running:
@@ -133,6 +138,7 @@ class Program:
                 waiting[warp] = next(running[warp])
             except StopIteration:
                 del running[warp]
+            yield
 
     def _at(self, space: str, address: int, size: int) -> np.ndarray:
         if space == "global":

@@ -280,8 +280,11 @@ class Program:
                 write(args[0], np.full(32, bits, _U), None)
             elif kind[0] == "redux":
                 x = ptx_warp._signed(read(args[1]))
-                reduced = {"or": np.bitwise_or.reduce, "add": np.sum, "max": np.max}[kind[2]](x)
-                assert kind[2:] != ["max", "u32"]
+                if kind[2] == "max":
+                    assert kind[3] == "s32"
+                    reduced = x.max()
+                else:
+                    reduced = np.bitwise_or.reduce(x) if kind[2] == "or" else x.sum()
                 write(args[0], ptx_warp._unsigned(np.full(32, reduced)), None)
             elif kind[0] == "setp":
                 x, y = read(args[1]), read(args[2])

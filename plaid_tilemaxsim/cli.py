@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from plaid_tilemaxsim import __version__
 from plaid_tilemaxsim.serve_requests import Limits
 
 
@@ -74,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     examples = {name: example for members in COMMANDS.values() for name, (example, _) in members.items()}
+    parser.add_argument(
+        "--version", action="version", version=f"plaid-tilemaxsim {__version__}", help=argparse.SUPPRESS
+    )
     parsers = parser.add_subparsers(metavar="COMMAND", required=True, help=argparse.SUPPRESS)
 
     def add_parser(name: str, **options: Any) -> argparse.ArgumentParser:

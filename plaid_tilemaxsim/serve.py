@@ -441,12 +441,17 @@ def open_searcher(
 ) -> tuple[Any, list[str] | None]:
     """(a colbert Searcher that scores with tilemaxsim, the passages' texts or None without ``collection``).
 
-    collection: a .tsv of pid and passage. Raises ValueError where the files do not fit each other.
+    collection: a .tsv of pid and passage. Raises ValueError where the files do not fit each other, are not there, or
+    no checkpoint is found.
     """
+    from plaid_tilemaxsim.config import options_of
     from plaid_tilemaxsim.index.files import read_index
 
+    # What is wrong is said before anything heavy is loaded.
+    passages = read_index(index).num_passages
+    if collection is not None and not Path(collection).is_file():
+        raise ValueError(f"collection: expected a .tsv file of pid and passage, got no file {collection}")
     index = Path(index).resolve()
-    passages = read_index(index).num_passages  # says what is wrong with an index, before anything heavy is loaded
     enable()
     from colbert import Searcher
     from colbert.data import Collection
@@ -455,7 +460,18 @@ def open_searcher(
     # Stock insists on a collection, and loads the index's own where none is given. range takes no memory.
     held = Collection(data=range(passages)) if collection is None else _read_collection(collection, passages)
     config = ColBERTConfig(scorer="tilemaxsim", scorer_options=dict(scorer_options or {}))
-    searcher = Searcher(index=str(index), checkpoint=checkpoint, collection=held, config=config, verbose=1)
+    options_of(config)
+    try:
+        searcher = Searcher(index=str(index), checkpoint=checkpoint, collection=held, config=config, verbose=1)
+    except OSError as error:  # of transformers, which may name the hub alone
+        named = checkpoint or ColBERTConfig.load_from_index(str(index)).checkpoint
+        if Path(named).is_dir():
+            raise
+        raise ValueError(
+            f"checkpoint: expected a folder, from here, or a name of the Hugging Face hub that can be reached, got "
+            f"{named!r}{'' if checkpoint else ', which the index names'}; --checkpoint names another. "
+            f"{str(error).splitlines()[0]}"
+        ) from error
     return searcher, None if collection is None else held.data
 
 

@@ -193,6 +193,22 @@ def test_help(command, capsys):
     assert "usage: plaid-tilemaxsim" in capsys.readouterr().out
 
 
+def test_version(capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"plaid-tilemaxsim {plaid_tilemaxsim.__version__}\n"
+
+
+def test_a_name_is_found_where_colbert_puts_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "experiments/default/indexes/my.index").mkdir(parents=True)
+    assert cli.main(["inspect", "my.index"]) == 2
+    assert "got none; did you mean experiments/default/indexes/my.index?" in capsys.readouterr().err
+    assert cli.main(["inspect", "your.index"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
+
+
 def test_warmup_says_when_it_is_ready(tmp_path, capsys):
     make_index(tmp_path / "index", n=60, dim=64)
     assert cli.main(["warmup", str(tmp_path / "index"), "--k", "5", "--query-maxlen", "8"]) == 0

@@ -417,6 +417,24 @@ def address(index, tsv):  # noqa: F811
         yield at
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"collection": "nowhere.tsv"}, "collection: expected a .tsv file of pid and passage, got no file nowhere.tsv"),
+        ({"scorer_options": {"mod": "plaid"}}, "scorer_options: expected names from .* got 'mod'"),
+        (
+            {"checkpoint": "nowhere/at/all"},
+            "checkpoint: expected a folder, .* got 'nowhere/at/all'; --checkpoint names",
+        ),
+    ],
+    ids=["collection", "options", "checkpoint"],
+)
+def test_what_a_server_is_given_is_checked(index, given, message, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match=message):
+        serve.open_searcher(index, **given)
+
+
 def same(answer, searched):
     """Whether an answer is what a Searcher returned."""
     pids, ranks, scores = searched

@@ -239,7 +239,10 @@ def read_index(path: Path | str, *, verify: Verify = "full") -> PlaidIndex:
     _check_verify(verify)
     folder = Path(path)
     if not folder.is_dir():
-        raise invalid(folder, "folder", "a folder that holds a PLAID index", "none")
+        # where colbert-ai puts an index of that name
+        near = [str(place) for place in sorted(Path("experiments").glob(f"*/indexes/{folder.name}")) if folder.name]
+        got = f"none; did you mean {' or '.join(near)}?" if near else "none"
+        raise invalid(folder, "folder", "a folder that holds a PLAID index", got)
 
     metadata_file = folder / "metadata.json"
     metadata = read_json(metadata_file, dict)

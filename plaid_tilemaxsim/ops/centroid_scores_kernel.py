@@ -19,6 +19,7 @@ from torch import Tensor
 
 from . import tuning
 from .api import CentroidScores, padded_query_length
+from .fp32 import _key, _parts
 
 
 @triton.jit
@@ -30,13 +31,6 @@ def _query_tile(Q_ptr, q0, d0, LQ, DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLO
 
 
 @triton.jit
-def _two_halves(q):
-    """fp32 as the sum of two fp16, to 22 bits."""
-    hi = q.to(tl.float16)
-    return hi, (q - hi.to(tl.float32)).to(tl.float16)
-
-
-@triton.jit
 def _take_largest(s, row, C, at):
     """Writes the key of the largest score of every column and returns the rest; s [BLOCK_C, BLOCK_Q], -inf for none.
 
@@ -44,10 +38,7 @@ def _take_largest(s, row, C, at):
     """
     top = tl.max(s, 0)
     first = tl.minimum(tl.min(tl.where(s == top[None, :], row[:, None], C - 1), 0), C - 1)
-    # order-preserving int32 image of the score; adding 0.0 makes -0.0 equal to 0.0
-    bits = (top + 0.0).to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    tl.store(at, (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - first))
+    tl.store(at, _key(top, first))
     return tl.where(row[:, None] == first[None, :], float("-inf"), s)
 
 
@@ -75,7 +66,7 @@ def _centroid_scores_kernel(
     # A query of one tile is split once: from inside the loop it would be read again for every block.
     ONE: tl.constexpr = LQP == BLOCK_Q and DIM <= BLOCK_D
     if ONE:
-        hi_all, lo_all = _two_halves(_query_tile(Q_ptr, 0, 0, LQ, DIM, BLOCK_Q, BLOCK_D))
+        hi_all, lo_all = _parts(_query_tile(Q_ptr, 0, 0, LQ, DIM, BLOCK_Q, BLOCK_D))
 
     for block in range(tl.program_id(0), tl.cdiv(C, BLOCK_C), tl.num_programs(0)):
         c = block * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -91,7 +82,7 @@ def _centroid_scores_kernel(
                 if ONE:
                     hi, lo = hi_all, lo_all
                 else:
-                    hi, lo = _two_halves(_query_tile(Q_ptr, q0, d0, LQ, DIM, BLOCK_Q, BLOCK_D))
+                    hi, lo = _parts(_query_tile(Q_ptr, q0, d0, LQ, DIM, BLOCK_Q, BLOCK_D))
                 s = tl.dot(e, hi, s)
                 s = tl.dot(e, lo, s)
             col = q0 + tl.arange(0, BLOCK_Q)

@@ -21,25 +21,13 @@ import torch
 import triton
 import triton.language as tl
 
+from .fp32 import _NONE, _image, _key
+
 LIMIT = 8192  # entries whose pids and two scores are the registers of 16 warps; two counts of them fit one word
 ORDERED = 256  # passages: their pairs, 3 instructions each, take one program less than another launch
 BLOCK_J = 8
-_NONE = tl.constexpr(-9223372036854775808)  # below the key of every score, -inf included
 _BELOW = tl.constexpr(-2147483648)  # below the image of every score
 _ABOVE = tl.constexpr(2147483647)
-
-
-@triton.jit
-def _image(score):
-    # int32 with the order of fp32; as everywhere, NaN counts as -inf and -0.0 as 0.0
-    score = tl.where(score == score, score, float("-inf")) + 0.0
-    bits = score.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _key(score, pid):
-    return (_image(score).to(tl.int64) << 32) | (0x7FFFFFFF - pid).to(tl.int64)
 
 
 @triton.jit

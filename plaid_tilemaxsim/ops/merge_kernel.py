@@ -28,7 +28,8 @@ import triton
 import triton.language as tl
 
 from plaid_tilemaxsim.ops import cuts_kernel
-from plaid_tilemaxsim.ops.cuts_kernel import _NONE, _emit, _key
+from plaid_tilemaxsim.ops.cuts_kernel import _emit
+from plaid_tilemaxsim.ops.fp32 import _NONE, _key
 
 BLOCK = 128  # entries whose keys one program writes
 BLOCK_I = 16

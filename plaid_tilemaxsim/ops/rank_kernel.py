@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from plaid_tilemaxsim.ops.cuts_kernel import _NONE, _key
+from plaid_tilemaxsim.ops.fp32 import _NONE, _key
 
 BLOCK_I = 16
 BLOCK_J = 256

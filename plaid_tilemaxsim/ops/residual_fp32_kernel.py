@@ -22,6 +22,7 @@ from torch import Tensor
 
 from . import tuning
 from .decompress_kernel import ZERO_NORM
+from .fp32 import _parts
 from .residual_kernel import _slot_query_fp32, _weights
 
 
@@ -35,13 +36,6 @@ def _exponent(x):
 def _power(e):
     """2**e as fp32, e int32 in -126..127."""
     return ((e + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _parts(x):
-    """fp16 (hi, lo) of fp32 x below 2**15.9: x = hi + lo but for 2**-22 of it or 2**-25."""
-    hi = x.to(tl.float16)
-    return hi, (x - hi.to(tl.float32)).to(tl.float16)
 
 
 @triton.jit(do_not_specialize=["num_pids", "LQ"])

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from plaid_tilemaxsim.ops import tuning
+from plaid_tilemaxsim.ops.fp32 import _image
 
 BINS = 2048
 BLOCK = 2048
@@ -50,12 +51,9 @@ def select_workspace(device: torch.device) -> torch.Tensor:
 
 
 @triton.jit
-def _image(score):
-    # fp32 -> uint32 with the same order; -0.0 counts as 0.0, NaN as -inf
-    score = tl.where(score == score, score, float("-inf"))
-    bits = (score + 0.0).to(tl.int32, bitcast=True)
-    flipped = bits ^ ((bits >> 31) | -2147483648)
-    return flipped.to(tl.uint32, bitcast=True)
+def _digits(score):
+    # the image as uint32: upper digits first, the order stays
+    return (_image(score) ^ -2147483648).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -80,7 +78,7 @@ def _counts(digit, live, BINS: tl.constexpr):
 def _sampled_window(scores_ptr, n, SAMPLE: tl.constexpr):
     # the first of the eight values of the upper 10 bits that the first histogram divides
     i = tl.arange(0, SAMPLE) * tl.maximum(n // SAMPLE, 1)
-    key = _image(tl.load(scores_ptr + i, mask=i < n, other=float("-inf")))
+    key = _digits(tl.load(scores_ptr + i, mask=i < n, other=float("-inf")))
     return tl.maximum(tl.max((key >> 22).to(tl.int32), 0) - 6, 0)
 
 
@@ -122,7 +120,7 @@ def _histogram_kernel(
     total = tl.zeros([256], dtype=tl.int32)  # of the bins from `window` on
     for at in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
         live = at + j < n
-        key = _image(tl.load(scores_ptr + at + j, mask=live, other=0.0))
+        key = _digits(tl.load(scores_ptr + at + j, mask=live, other=0.0))
         if LEVEL > 0:
             live = live & ((key >> open_) == agreed)
             bin_ = ((key >> shift) & ((1 << (open_ - shift)) - 1)).to(tl.int32)
@@ -174,7 +172,7 @@ def _tally_kernel(scores_ptr, count_ptr, work_ptr, BLOCK: tl.constexpr, STATE: t
     equal = tl.zeros([BLOCK], dtype=tl.int32)
     for at in range(start, end, BLOCK):
         i = at + tl.arange(0, BLOCK)
-        key = _image(tl.load(scores_ptr + i, mask=i < end, other=0.0))
+        key = _digits(tl.load(scores_ptr + i, mask=i < end, other=0.0))
         above += ((i < end) & (key > threshold)).to(tl.int32)
         equal += ((i < end) & (key == threshold)).to(tl.int32)
     tally_ptr = work_ptr + TALLY + 2 * tl.program_id(0)
@@ -220,7 +218,7 @@ def _scatter_kernel(
         i = at + tl.arange(0, BLOCK)
         score = tl.load(scores_ptr + i, mask=i < end, other=0.0)
         above, equal = _write_chosen(
-            scores_ptr, pids_ptr, out_pids_ptr, out_scores_ptr, i, i < end, score, _image(score), threshold, ties,
+            scores_ptr, pids_ptr, out_pids_ptr, out_scores_ptr, i, i < end, score, _digits(score), threshold, ties,
             above, equal, HAS_PIDS,
         )  # fmt: skip
     if tl.program_id(0) == 0:

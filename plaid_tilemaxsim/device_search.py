@@ -495,7 +495,9 @@ class DeviceSearch:
         if not self.records:
             return rec
         if on_host:
-            rec.pinned_Q = self._queries.setdefault(lq, torch.empty(Q.shape, dtype=Q.dtype, pin_memory=True))
+            if lq not in self._queries:
+                self._queries[lq] = torch.empty(Q.shape, dtype=Q.dtype, pin_memory=True)
+            rec.pinned_Q = self._queries[lq]
             if count is not None:
                 rec.pinned_count = torch.ones(1, dtype=torch.int32, pin_memory=True)
         if packs and lanes == 1 and rec.output.numel() <= self._most_pinned:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-# What one thread may not do while another records: synchronise the device, empty torch's cache, destroy a graph.
+# What one thread may not do while another records: synchronise the device, empty torch's cache, collect garbage.
 _recording = threading.Lock()
 
 

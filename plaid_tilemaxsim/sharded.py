@@ -305,14 +305,14 @@ class DeviceShards(Shards):
         self._shards = [
             _on_device(shard, MOST_PINNED if s else 0, joins, queries) for s, shard in enumerate(index.shards)
         ]
-        self._joins = joins and all(shard.records for shard in self._shards)
+        self._records = all(shard.records for shard in self._shards)
+        self._joins = joins and self._records
         if self._on_gpu and not joins:
             log.warning(
                 "devices: expected torch 2.8 or later and cuda-bindings (pip install cuda-bindings); without them a "
                 "search is a launch a device"
             )
         self._streams = [torch.cuda.Stream(shard.device) for shard in index.shards] if self._on_gpu else []
-        self._records = all(shard.records for shard in self._shards)
         self._merges: OrderedDict[tuple[Any, ...], _Merge] = OrderedDict()
         self._plans: OrderedDict[tuple[Any, ...], _Plan | None] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None

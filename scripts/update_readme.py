@@ -24,10 +24,6 @@ def load(name: str) -> dict[str, Any]:
     return result
 
 
-# Mean errors of scores below this come from fp32 arithmetic throughout.
-FP32_ERROR = 2e-5
-
-
 def search_table() -> str:
     """The A/B at MS MARCO's size."""
     result = load("h200_search")
@@ -60,22 +56,9 @@ def search_table() -> str:
         f"memory, or {f['host_placement_gpu_gb']:.1f} GB with residuals in host memory, and loads in "
         f"{f['load_s']:.1f} s ({rate}).",
         f"Mean error of a score against float64: {f['mean_err_ours']:.1e}, stock's {f['mean_err_stock']:.1e}.",
-        *since_then(f),
         "Every figure, and the command: [eval/results/h200_search.json](eval/results/h200_search.json).",
     ]
     return "\n".join(lines)
-
-
-def since_then(figures: dict[str, float]) -> list[str]:
-    """What figures from before the last scores were computed in fp32 leave out."""
-    if figures["mean_err_ours"] < FP32_ERROR:
-        return []
-    kernels = load("h200_kernels")["figures"]
-    times = " / ".join(f"{kernels[f'residual_fp32_us_{n}']:.0f}" for n in (64, 256, 1024))
-    return [
-        "Since that run the passages that survive pruning are scored in fp32 (see How good), whose kernel takes "
-        f"{times} µs for the 64 / 256 / 1,024 of them; the faster one before it is in these times.",
-    ]
 
 
 def quality_table() -> str:

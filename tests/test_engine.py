@@ -260,6 +260,23 @@ def test_a_batch_equals_one_by_one(case):
         assert torch.equal(alone[1], scores)
 
 
+def test_a_batch_of_more_launches_than_lie_in_host_memory(case, monkeypatch):
+    """Launches of 2 queries, 2 launches ahead of the answers, the last one half empty."""
+    if case.engine.impl == "torch":
+        pytest.skip("one by one in any case")
+    from plaid_tilemaxsim import device_search
+
+    monkeypatch.setattr(device_search, "BATCH_LANES", 2)
+    monkeypatch.setattr(device_search, "MOST_AHEAD", 2)
+    Q, params = case.queries(5), SearchParams(k=7, ncells=2, threshold=0.3, ndocs=64)
+    found = case.engine.search_batch(Q, params)
+    assert len(found) == len(Q)
+    for q, (pids, scores) in zip(Q, found, strict=True):
+        alone = case.engine.search(q, params)
+        assert torch.equal(alone[0], pids)
+        assert torch.equal(alone[1], scores)
+
+
 def test_more_query_tokens_than_take_part_in_pruning(case):
     Q = case.queries(1, LQ + 8)[0]
     short = SearchParams(k=None, ncells=1, threshold=0.3, ndocs=64, query_maxlen=LQ)

@@ -114,6 +114,7 @@ _PREDICATES: dict[str, Callable[..., np.ndarray]] = {
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
     "num": lambda x, y: (x == x) & (y == y),
+    "nan": lambda x, y: (x != x) | (y != y),
 }  # fmt: skip
 
 

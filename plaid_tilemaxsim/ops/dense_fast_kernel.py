@@ -212,6 +212,8 @@ def _dense_maxsim_kernel(
     n = num_pids
     if HAS_COUNT:
         n = tl.minimum(tl.load(count_ptr), num_pids)
+        if n <= 0:  # nobody wrote the list then, and a walk looks ahead in it
+            return
     step, end = tl.num_programs(0), n
     lane = tl.arange(0, 32)
     row, t = lane // 4, lane % 4

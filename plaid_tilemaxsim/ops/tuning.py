@@ -337,7 +337,8 @@ def dense_fast_blocks(arch: int, kind: str, words: int, fixed: bool) -> DenseFas
     elif kind in ("tf32x3", "fp16x3"):
         maxnreg, programs = None, 16
     elif fixed:
-        maxnreg, programs, group = 128, 16, 1
+        # rounding to TF32 takes registers
+        maxnreg, programs, group = (168, 12, 1) if kind == "tf32" else (128, 16, 1)
     return DenseFastBlocks(rows, chunk, q_registers=64, group=group, maxnreg=maxnreg, programs_per_sm=programs)
 
 
@@ -438,6 +439,8 @@ def dense_blocks(
         num_warps, programs, largest = 1, 8, 32
     else:
         num_warps, programs, largest = 4, 2, 128 if narrow else 64
+        if itemsize == 4 and precision == "ieee" and row > 2048:
+            num_warps = 8  # each keeps its part of the query in registers
         if itemsize == 4 and (arch < 90 or precision == "ieee"):
             largest = 32
         if fixed_length is not None:

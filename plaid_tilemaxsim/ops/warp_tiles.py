@@ -201,11 +201,10 @@ def share_of(n, programs, late, PART: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def pid_at(pids_ptr, i, n, HAS_PIDS: tl.constexpr):
-    """Passage number i of the list, int64; past the end the last one, of an empty list passage 0."""
-    pid = tl.maximum(tl.minimum(i, n - 1), 0).to(tl.int64)
+    """Passage number i of a list that is not empty, int32; past the end the last one."""
+    pid = tl.maximum(tl.minimum(i, n - 1), 0)
     if HAS_PIDS:
-        # nobody wrote the list when count is 0, and a walk looks ahead before it knows
-        pid = tl.load(pids_ptr + pid, mask=n > 0, other=0).to(tl.int64)
+        pid = tl.load(pids_ptr + pid).to(tl.int32)
     return pid
 
 

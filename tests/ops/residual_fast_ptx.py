@@ -2,6 +2,7 @@
 
     python -m tests.ops.residual_fast_ptx FOLDER ARCH LQ DIM NBITS LISTED
 
+A list (LISTED 1) is as long as a number on the device says.
 Writes FOLDER/{0,1}.ptx (the first block of query tokens, the later ones) and FOLDER/resources.json. Runs in a process
 of its own, without TRITON_INTERPRET.
 """
@@ -38,7 +39,7 @@ def main() -> None:
             torch.zeros(17, dtype=torch.int64),
             pids,
             torch.zeros(16),
-            None,
+            torch.zeros(1, dtype=torch.int32) if listed else None,
         )
     scoring = [kernel for kernel in kernels if kernel.kernel == "_residual_maxsim_kernel"]
     for i, kernel in enumerate(scoring[:2]):

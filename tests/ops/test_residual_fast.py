@@ -112,7 +112,7 @@ def emulate(c, cs, folder, pids, programs=3, n=None):
     table, scale, codes, residuals, inv_norms, offsets = (
         memory.add(x.numpy()) for x in (cs.table, cs.scale, c.codes, c.residuals, stored, c.offsets)
     )
-    listed = [] if pids is None else [memory.add(pids.numpy())]
+    listed = [] if pids is None else [memory.add(pids.numpy()), memory.add(np.array([n], np.int32))]
     out_at = memory.add(out)
     for block, words in enumerate(workspace):
         inputs: list[int | float] = [
@@ -123,7 +123,7 @@ def emulate(c, cs, folder, pids, programs=3, n=None):
             residuals,
             inv_norms,
         ]
-        inputs += [lo, step, offsets, *listed, out_at, n, len(c.Q) - 8 * NT * block, 0, 0]
+        inputs += [lo, step, offsets, *listed, out_at, cap, len(c.Q) - 8 * NT * block, 0, 0]
         kernel = ptx_warp.Kernel((folder / f"{min(block, 1)}.ptx").read_text())
         for program in range(programs):
             kernel.run(memory, inputs, (program, programs))

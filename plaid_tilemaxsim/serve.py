@@ -6,10 +6,10 @@
     GET  /metrics       Prometheus
     GET  /openapi.json  the same in OpenAPI's words
 
-JSON in and out. The port is taken first; until the index is loaded, every request is answered 503. One thread owns the
-index and the encoder; requests wait for it in a queue of limited length. What is wrong with a request is said in
-{"error": "..."}: 4xx where it can be mended, 503 with Retry-After where the queue is full. There is no authentication:
-whoever reaches the port can search.
+JSON in and out. The port is taken first; until the index is loaded, every request is answered 503. Two threads own the
+index and the encoder, so that a batch is encoded while the one before is searched; requests wait for them in a queue of
+limited length. What is wrong with a request is said in {"error": "..."}: 4xx where it can be mended, 503 with
+Retry-After where the queue is full. There is no authentication: whoever reaches the port can search.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 try:
     import uvicorn
@@ -55,6 +55,9 @@ from plaid_tilemaxsim import __version__, enable
 from plaid_tilemaxsim.graphs import collect
 from plaid_tilemaxsim.metrics import NAMESPACE, SECONDS, SearchMetrics
 from plaid_tilemaxsim.serve_requests import Limits, Query, Refused, parse
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger("plaid_tilemaxsim")
 
@@ -84,32 +87,44 @@ class _Waiting:
 
 
 class Batcher:
-    """One thread that answers queries in batches, in the order they come.
+    """Two threads that answer queries in batches, in the order they come: one encodes while the other searches.
 
-    search: answers a batch in order; called from that thread alone. A batch starts when ``max_batch`` queries wait or
-    the first has waited ``max_wait_ms``: at once where that is 0, and a busy server batches what came meanwhile. Where
-    a batch fails, its queries are tried one by one: nobody fails for another's query. observe: gets each batch's size
-    and the seconds that its first query waited. deliver: calls what it gets, which sets the futures of a whole batch,
-    in the thread that these belong to; by default in the batcher's own.
+    Each takes a batch, encodes it, waits for the search before and searches: a batch stays in its thread, hence on its
+    thread's CUDA stream, and one that is alone waits for no other thread.
+    encode, search: what a batch's queries are to the search, sliced for a part of them, and the answers from both, in
+    order. Each is called by one thread at a time. Where it fails for a batch, it is tried for its queries one by one:
+    nobody fails for another's query.
+    A batch starts when ``max_batch`` queries wait or the first has waited ``max_wait_ms``, at once where that is 0; but
+    while another is searched, not before as many wait as are in that: or batches would become small, and more.
+    observe: gets each batch's size and the seconds that its first query waited. deliver: calls what it gets, which sets
+    the futures of a whole batch, in the thread that these belong to; by default in the batcher's own.
     """
 
     def __init__(
         self,
-        search: Callable[[Sequence[Query]], Sequence[Answer]],
+        encode: Callable[[Sequence[Query]], Any],
+        search: Callable[[Sequence[Query], Any], Sequence[Answer]],
         limits: Limits,
         observe: Callable[[int, float], None] = lambda queries, seconds: None,
         deliver: Callable[[Callable[[], None]], Any] = lambda settle: settle(),
     ) -> None:
+        self._encode = encode
         self._search = search
         self._limits = limits
         self._observe = observe
         self._deliver = deliver
         self._waiting: deque[_Waiting] = deque()
+        # Of all below. One of the threads works or both wait for the same: ``notify`` wakes the right one.
         self._changed = threading.Condition()
+        self._encoding = False
+        self._searching = 0  # queries of the batch that is searched
         self._closing = False
         self._failures = 0
-        self._thread = threading.Thread(target=self._run, name="plaid-tilemaxsim serve", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"plaid-tilemaxsim serve {i}", daemon=True) for i in range(2)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def __len__(self) -> int:
         """Queries that wait."""
@@ -117,7 +132,8 @@ class Batcher:
 
     @property
     def healthy(self) -> bool:
-        return self._thread.is_alive() and not self._closing and self._failures < FAILING
+        alive = all(thread.is_alive() for thread in self._threads)
+        return alive and not self._closing and self._failures < FAILING
 
     def submit(self, queries: Sequence[Query], future: Callable[[], Any] = Future) -> list[Any]:
         """Futures of their answers, made by ``future``, for all or, where they do not all fit into the queue, Refused
@@ -130,47 +146,94 @@ class Batcher:
             if len(self._waiting) + len(items) > self._limits.max_queue:
                 raise Refused(503, f"expected room for {len(items)} queries, got {len(self._waiting)} waiting already")
             self._waiting.extend(items)
-            self._changed.notify()
+            self._wake()
         return [item.answer for item in items]
 
     def close(self) -> None:
-        """Answers what waits, then ends the thread."""
+        """Answers what waits, then ends the threads."""
         with self._changed:
             self._closing = True
-            self._changed.notify()
-        self._thread.join()
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
 
     def _run(self) -> None:
         while batch := self._next():
-            self._observe(len(batch), time.monotonic() - batch[0].arrived)
-            # A client that has gone cancelled its query.
-            self._answer([item for item in batch if not item.answer.cancelled()])
+            self._work(batch)
 
     def _next(self) -> list[_Waiting]:
         """The next batch, once it is due; empty when there will be none."""
-        most, waiting = self._limits.max_batch, self._waiting
+        waiting = self._waiting
         with self._changed:
-            self._changed.wait_for(lambda: waiting or self._closing)
-            if waiting:
-                left = waiting[0].arrived + self._limits.max_wait_ms / 1e3 - time.monotonic()
-                if left > 0:
-                    self._changed.wait_for(lambda: len(waiting) >= most or self._closing, timeout=left)
-            return [waiting.popleft() for _ in range(_batch_size(min(most, len(waiting))))]
+            while (left := self._left()) is None or left > 0:
+                self._changed.wait(left)
+            batch = [waiting.popleft() for _ in range(_batch_size(min(self._limits.max_batch, len(waiting))))]
+            self._encoding = bool(batch)
+            return batch
 
-    def _answer(self, batch: Sequence[_Waiting]) -> None:
-        if not batch:
-            return
-        answers: Sequence[Answer | Exception]
+    def _left(self) -> float | None:
+        """Seconds until a batch is due; None: not before something changes."""
+        waiting = self._waiting
+        if self._encoding:
+            return None
+        if self._closing or len(waiting) >= self._limits.max_batch:
+            return 0
+        if len(waiting) < max(1, self._searching):
+            return None
+        return waiting[0].arrived + self._limits.max_wait_ms / 1e3 - time.monotonic()
+
+    def _wake(self) -> None:
+        """A thread that waits, unless it would wait on: then it would only be in the way of those that work."""
+        if self._left() is not None:
+            self._changed.notify()
+
+    def _work(self, batch: Sequence[_Waiting]) -> None:
+        encoded: list[tuple[Sequence[_Waiting], Any]] = []
         try:
-            answers = self._search([item.query for item in batch])
-            self._failures = 0
+            self._observe(len(batch), time.monotonic() - batch[0].arrived)
+            # A client that has gone cancelled its query.
+            encoded = self._encoded([item for item in batch if not item.answer.cancelled()])
+        finally:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._searching)
+                self._encoding, self._searching = False, len(batch)
+                self._wake()
+        try:
+            for part, encoding in encoded:
+                self._answer(part, encoding)
+        finally:
+            with self._changed:
+                self._searching = 0
+                if self._encoding:  # else this thread takes what waits itself
+                    self._changed.notify()
+
+    def _encoded(self, batch: Sequence[_Waiting]) -> list[tuple[Sequence[_Waiting], Any]]:
+        """The batch and its encoding; where that fails, every query that can be encoded, and its own."""
+        if not batch:
+            return []
+        try:
+            return [(batch, self._encode([item.query for item in batch]))]
         except Exception as error:  # noqa: BLE001 (its client gets it)
             if len(batch) > 1:
-                for item in batch:
-                    self._answer([item])
-                return
-            self._failures += 1
-            answers = [error]
+                return [part for item in batch for part in self._encoded([item])]
+            self._finish(batch, [error])
+            return []
+
+    def _answer(self, batch: Sequence[_Waiting], encoding: Any) -> None:
+        try:
+            answers = self._search([item.query for item in batch], encoding)
+        except Exception as error:  # noqa: BLE001 (its client gets it)
+            if len(batch) > 1:
+                for i, item in enumerate(batch):
+                    self._answer([item], encoding[i : i + 1])
+            else:
+                self._finish(batch, [error])
+        else:
+            self._finish(batch, answers)
+
+    def _finish(self, batch: Sequence[_Waiting], answers: Sequence[Answer | Exception]) -> None:
+        with self._changed:
+            self._failures = self._failures + 1 if isinstance(answers[0], Exception) else 0
         # One call for all of them: each would wake the clients' thread, which then keeps this one from the next batch.
         self._deliver(functools.partial(_settle, [item.answer for item in batch], answers))
 
@@ -198,6 +261,8 @@ def _settle(futures: Sequence[Any], answers: Sequence[Answer | Exception]) -> No
 class BatchSearch:
     """Answers batches with a Searcher: all texts are encoded at once, then searched at once.
 
+    ``encode`` may run beside ``search``, of another batch and in another thread; neither beside itself.
+
     encoded: gets the seconds of every encoding; on a GPU only what the host has to do with it.
     """
 
@@ -207,10 +272,18 @@ class BatchSearch:
         self._encoded = encoded
 
     def __call__(self, queries: Sequence[Query]) -> list[Answer]:
-        ranker, config = self._searcher.ranker, self._searcher.config
+        return self.search(queries, self.encode(queries))
+
+    def encode(self, queries: Sequence[Query]) -> Tensor:
+        """[B, LQ, DIM]; on a GPU the current stream may still be at it."""
         began = time.perf_counter()
-        Q = self._searcher.encode([query.text for query in queries])
+        Q: Tensor = self._searcher.encode([query.text for query in queries])
         self._encoded(time.perf_counter() - began)
+        return Q
+
+    def search(self, queries: Sequence[Query], Q: Tensor) -> list[Answer]:
+        """Q: as ``encode`` returned it, to the same stream."""
+        ranker, config = self._searcher.ranker, self._searcher.config
         found: dict[int, tuple[list[int], list[float]]] = {}
         together: dict[int, list[int]] = {}
         for i, query in enumerate(queries):
@@ -272,7 +345,7 @@ class _App(FastAPI):
 
 
 def create_app(searcher: Any, limits: Limits | None = None, texts: Sequence[str] | None = None) -> FastAPI:
-    """The server's app; compiles what it needs first. From then on a thread of its own alone uses the searcher.
+    """The server's app; compiles what it needs first. From then on threads of its own alone use the searcher.
 
     searcher: a colbert Searcher whose config says scorer="tilemaxsim"; closed with the app. texts: passages by pid.
     """
@@ -300,8 +373,9 @@ def create_app(searcher: Any, limits: Limits | None = None, texts: Sequence[str]
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         nonlocal batcher
-        search_batch = BatchSearch(searcher, limits.max_k, encodes.observe)
-        batcher = Batcher(search_batch, limits, observe, asyncio.get_running_loop().call_soon_threadsafe)
+        batches = BatchSearch(searcher, limits.max_k, encodes.observe)
+        deliver = asyncio.get_running_loop().call_soon_threadsafe
+        batcher = Batcher(batches.encode, batches.search, limits, observe, deliver)
         queue.set_function(lambda: len(batcher))
         yield
         await asyncio.to_thread(batcher.close)

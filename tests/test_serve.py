@@ -157,18 +157,36 @@ class TestParse:
 
 
 class Gate:
-    """A search that tells what it was asked and waits to be let on."""
+    """An encoder and a search that tell what they were asked, in which thread, and wait to be let on."""
 
     def __init__(self):
-        self.asked: queue.Queue[list[str]] = queue.Queue()
+        self.begun: queue.Queue[list[str]] = queue.Queue()  # of the encoder
+        self.asked: queue.Queue[list[str]] = queue.Queue()  # of the search
+        self.encoder_open = threading.Event()
+        self.encoder_open.set()
         self.open = threading.Event()
+        self.threads: dict[str, list[str]] = {"encode": [], "search": []}
+        self.inside = {"encode": threading.Lock(), "search": threading.Lock()}
 
-    def __call__(self, queries):
-        self.asked.put([query.text for query in queries])
-        assert self.open.wait(30)
-        if any(query.text == "bad" for query in queries):
-            raise RuntimeError("a bad query")
-        return [serve.Answer([len(query.text)], [0.5]) for query in queries]
+    def encode(self, queries):
+        return self._step("encode", [query.text for query in queries], self.begun, self.encoder_open, "unreadable")
+
+    def search(self, queries, texts):
+        assert texts == [query.text for query in queries]
+        self._step("search", texts, self.asked, self.open, "bad")
+        return [serve.Answer([len(text)], [0.5]) for text in texts]
+
+    def _step(self, name, texts, told, gate, wrong):
+        assert self.inside[name].acquire(blocking=False), f"two threads {name}"
+        try:
+            self.threads[name] += [threading.current_thread().name] * len(texts)
+            told.put(texts)
+            assert gate.wait(30)
+            if wrong in texts:
+                raise RuntimeError(f"a query that is {wrong}")
+            return texts
+        finally:
+            self.inside[name].release()
 
 
 @pytest.fixture
@@ -180,35 +198,96 @@ def queries(*texts):
     return [Query(text, 10) for text in texts]
 
 
+def none_of(told):
+    """Whether nothing comes, for as long as a thread that is let on takes, and more."""
+    try:
+        told.get(timeout=0.1)
+    except queue.Empty:
+        return True
+    return False
+
+
 class TestBatcher:
     @pytest.fixture
     def batcher(self, gate):
-        batcher = serve.Batcher(gate, Limits(max_batch=3, max_wait_ms=0, max_queue=8, max_queries=8))
+        batcher = serve.Batcher(
+            gate.encode, gate.search, Limits(max_batch=3, max_wait_ms=0, max_queue=8, max_queries=8)
+        )
         yield batcher
+        gate.encoder_open.set()
         gate.open.set()
         batcher.close()
 
+    def fill(self, gate, batcher):
+        """Futures of one batch that is searched and one that is encoded: what comes now waits."""
+        futures = batcher.submit(queries("a"))
+        assert gate.asked.get(timeout=30) == gate.begun.get(timeout=30) == ["a"]
+        futures += batcher.submit(queries("e"))
+        assert gate.begun.get(timeout=30) == ["e"]
+        return futures
+
     def test_what_waits_is_answered_together_and_in_order(self, gate, batcher):
-        first = batcher.submit(queries("a"))
-        assert gate.asked.get(timeout=30) == ["a"]
+        first = self.fill(gate, batcher)
         later = batcher.submit(queries("bb", "ccc")) + batcher.submit(queries("dddd", "eeeee"))
         gate.open.set()
-        assert [future.result(30).pids for future in first + later] == [[1], [2], [3], [4], [5]]
-        assert [gate.asked.get(timeout=30) for _ in range(2)] == [["bb", "ccc", "dddd"], ["eeeee"]]
+        assert [future.result(30).pids for future in first + later] == [[1], [1], [2], [3], [4], [5]]
+        assert [gate.asked.get(timeout=30) for _ in range(3)] == [["e"], ["bb", "ccc", "dddd"], ["eeeee"]]
         assert batcher.healthy
+
+    def test_a_batch_is_encoded_while_the_one_before_is_searched(self, gate, batcher):
+        """One and no more, by one thread from queue to answer."""
+        futures = batcher.submit(queries("a"))
+        gate.asked.get(timeout=30)
+        gate.begun.get(timeout=30)
+        futures += batcher.submit(queries("b"))
+        assert gate.begun.get(timeout=30) == ["b"]  # the search of "a" has not ended
+        futures += batcher.submit(queries(*"cdefg"))
+        assert none_of(gate.begun)
+        assert none_of(gate.asked)
+        assert not any(future.done() for future in futures)
+        gate.open.set()
+        assert all(future.result(30) for future in futures)
+        assert [gate.asked.get(timeout=30) for _ in range(3)] == [["b"], ["c", "d", "e"], ["f", "g"]]
+        assert gate.threads["encode"] == gate.threads["search"]
+        assert len(set(gate.threads["search"])) == 2
+
+    def test_a_search_waits_for_no_encoder(self, gate, batcher):
+        """What is searched is answered, while the next batch is not encoded yet."""
+        (first,) = batcher.submit(queries("a"))
+        gate.asked.get(timeout=30)
+        gate.encoder_open.clear()
+        (second,) = batcher.submit(queries("b"))
+        gate.open.set()
+        assert first.result(30).pids == [1]
+        assert not second.done()
+        gate.encoder_open.set()
+        assert second.result(30).pids == [1]
+
+    def test_the_next_batch_is_no_smaller_for_being_encoded_early(self, gate, batcher):
+        futures = batcher.submit(queries("a", "b", "c"))
+        assert gate.asked.get(timeout=30) == gate.begun.get(timeout=30) == ["a", "b", "c"]
+        futures += batcher.submit(queries("d", "e"))
+        assert none_of(gate.begun)
+        futures += batcher.submit(queries("f"))
+        assert gate.begun.get(timeout=30) == ["d", "e", "f"]
+        futures += batcher.submit(queries("g", "h"))
+        gate.open.set()
+        assert all(future.result(30) for future in futures)
+        assert [gate.asked.get(timeout=30) for _ in range(2)] == [["d", "e", "f"], ["g", "h"]]
 
     def test_does_not_wait_when_idle(self, gate):
         gate.open.set()
         assert Limits().max_wait_ms == 0
-        batcher = serve.Batcher(gate, Limits())
+        batcher = serve.Batcher(gate.encode, gate.search, Limits())
         batcher.submit(queries("a"))[0].result(30)
         began = time.monotonic()
         for _ in range(100):
             batcher.submit(queries("a"))[0].result(30)
         assert time.monotonic() - began < 1
+        assert gate.threads["encode"] == gate.threads["search"]
         batcher.close()
 
-    def test_sizes_waste_no_more_than_a_quarter_of_a_launch(self, gate):
+    def test_sizes_waste_no_more_than_a_quarter_of_a_launch(self):
         sizes = [serve._batch_size(n) for n in range(34)]
         assert sizes == [0, 1, 2, 3, 4, 4, 6, 7, 8, 8, 8, 8, *range(12, 17), *[16] * 7, *range(24, 33), 32]
         for asked, taken in enumerate(sizes):
@@ -218,7 +297,7 @@ class TestBatcher:
     def test_a_batch_is_delivered_at_once_where_its_futures_belong(self, gate):
         """And the next one begins before anybody has taken it."""
         delivered: list = []
-        batcher = serve.Batcher(gate, Limits(max_batch=2), deliver=delivered.append)
+        batcher = serve.Batcher(gate.encode, gate.search, Limits(max_batch=2), deliver=delivered.append)
         first = batcher.submit(queries("a"))
         assert gate.asked.get(timeout=30) == ["a"]
         later = batcher.submit(queries("bb", "ccc", "bad"))
@@ -232,12 +311,12 @@ class TestBatcher:
             settle()
         assert [future.result(0).pids for future in (first[0], later[1])] == [[1], [3]]
         assert later[0].cancelled()
-        with pytest.raises(RuntimeError, match="a bad query"):
+        with pytest.raises(RuntimeError, match="a query that is bad"):
             later[2].result(0)
 
     def test_waits_for_company_no_longer_than_asked(self, gate):
         gate.open.set()
-        batcher = serve.Batcher(gate, Limits(max_batch=2, max_wait_ms=1000))
+        batcher = serve.Batcher(gate.encode, gate.search, Limits(max_batch=2, max_wait_ms=1000))
         began = time.monotonic()
         batcher.submit(queries("a"))[0].result(30)
         assert 0.9 < time.monotonic() - began < 10
@@ -248,9 +327,7 @@ class TestBatcher:
         batcher.close()
 
     def test_a_full_queue_refuses_and_recovers(self, gate, batcher):
-        taken = batcher.submit(queries("a"))
-        gate.asked.get(timeout=30)
-        taken += batcher.submit(queries(*"bcdefg"))
+        taken = self.fill(gate, batcher) + batcher.submit(queries(*"bcdefg"))
         for _ in range(2):
             with pytest.raises(Refused, match="expected room for 3 queries, got 6 waiting") as refused:
                 batcher.submit(queries(*"hij"))
@@ -261,42 +338,108 @@ class TestBatcher:
         assert all(future.result(30).pids == [1] for future in taken)
         assert batcher.submit(queries("jj"))[0].result(30).pids == [2]
 
-    def test_nobody_fails_for_anothers_query(self, gate, batcher):
-        batcher.submit(queries("a"))
-        gate.asked.get(timeout=30)
-        good, bad, also_good = batcher.submit(queries("bb", "bad", "ccc"))
+    @pytest.mark.parametrize("wrong", ["bad", "unreadable"])
+    def test_nobody_fails_for_anothers_query(self, gate, batcher, wrong):
+        before = self.fill(gate, batcher)
+        good, bad, also_good = batcher.submit(queries("bb", wrong, "ccc"))
+        after = batcher.submit(queries("dddd"))
         gate.open.set()
-        assert good.result(30).pids == [2]
-        assert also_good.result(30).pids == [3]
-        with pytest.raises(RuntimeError, match="a bad query"):
+        assert [future.result(30).pids for future in (*before, good, also_good, *after)] == [[1], [1], [2], [3], [4]]
+        with pytest.raises(RuntimeError, match=f"a query that is {wrong}"):
             bad.result(30)
         assert batcher.healthy
         for _ in range(serve.FAILING):
             with pytest.raises(RuntimeError):
-                batcher.submit(queries("bad"))[0].result(30)
+                batcher.submit(queries(wrong))[0].result(30)
         assert not batcher.healthy
         batcher.submit(queries("a"))[0].result(30)
         assert batcher.healthy
 
+    def test_an_encoder_s_error_is_its_batch_s_alone(self, gate, batcher):
+        """It comes while the batch before is searched, and says so at once."""
+        (before,) = batcher.submit(queries("a"))
+        assert gate.asked.get(timeout=30) == ["a"]
+        (wrong,) = batcher.submit(queries("unreadable"))
+        with pytest.raises(RuntimeError, match="a query that is unreadable"):
+            wrong.result(30)
+        assert not before.done()
+        gate.open.set()
+        assert before.result(30).pids == [1]
+        assert batcher.submit(queries("bb"))[0].result(30).pids == [2]
+
+    def test_a_search_s_error_is_its_batch_s_alone(self, gate, batcher):
+        (wrong,) = batcher.submit(queries("bad"))
+        assert gate.asked.get(timeout=30) == ["bad"]
+        gate.encoder_open.clear()
+        (after,) = batcher.submit(queries("bb"))
+        gate.open.set()
+        with pytest.raises(RuntimeError, match="a query that is bad"):
+            wrong.result(30)
+        gate.encoder_open.set()
+        assert after.result(30).pids == [2]
+
     def test_a_query_that_nobody_waits_for_is_left_out(self, gate, batcher):
-        batcher.submit(queries("a"))
-        gate.asked.get(timeout=30)
+        self.fill(gate, batcher)
         gone, wanted = batcher.submit(queries("b", "c"))
         gone.cancel()
+        alone = batcher.submit(queries("d", "f"))  # a batch of nobody
+        for future in alone:
+            future.cancel()
         gate.open.set()
         wanted.result(30)
-        assert gate.asked.get(timeout=30) == ["c"]
+        assert [gate.asked.get(timeout=30) for _ in range(2)] == [["e"], ["c"]]
+        assert batcher.submit(queries("gg"))[0].result(30).pids == [2]
+        assert gate.asked.get(timeout=30) == ["gg"]
 
-    def test_close_answers_what_waits(self, gate, batcher):
-        waiting = batcher.submit(queries(*"abcde"))
+    @pytest.mark.parametrize("stage", ["idle", "encoded", "searched", "both"])
+    def test_close_answers_what_waits(self, gate, batcher, stage):
+        """Wherever the batches are when it comes."""
+        waiting = []
+        if stage == "encoded":
+            gate.encoder_open.clear()
+        if stage != "idle":
+            waiting += batcher.submit(queries("a"))
+            gate.begun.get(timeout=30)
+        if stage in ("searched", "both"):
+            gate.asked.get(timeout=30)
+        if stage == "both":
+            gate.encoder_open.clear()
+            waiting += batcher.submit(queries("b"))
+            gate.begun.get(timeout=30)
+        if stage != "idle":
+            waiting += batcher.submit(queries(*"cdefg"))
         closing = threading.Thread(target=batcher.close)
         closing.start()
-        gate.open.set()
-        closing.join(30)
-        assert all(future.result(0) for future in waiting)
-        assert not batcher.healthy
+        while batcher.healthy:
+            time.sleep(0.001)
         with pytest.raises(Refused, match="shutting down"):
             batcher.submit(queries("a"))
+        gate.open.set()
+        gate.encoder_open.set()
+        closing.join(30)
+        assert not closing.is_alive()
+        assert all(future.result(0).pids == [1] for future in waiting)
+        assert not batcher.healthy
+
+    texts = st.sampled_from(["a", "bb", "ccc", "bad", "unreadable"])
+
+    @settings(max_examples=20, deadline=None)
+    @given(
+        st.lists(st.lists(texts, min_size=1, max_size=4), max_size=40), st.integers(1, 5), st.sampled_from([0.0, 0.5])
+    )
+    def test_every_query_gets_its_own_answer_whatever_comes(self, asked, max_batch, max_wait_ms):
+        gate = Gate()
+        gate.open.set()
+        limits = Limits(max_batch=max_batch, max_wait_ms=max_wait_ms)
+        batcher = serve.Batcher(gate.encode, gate.search, limits)
+        futures = [batcher.submit(queries(*texts)) for texts in asked]
+        for texts, of_one in zip(asked, futures):
+            for text, future in zip(texts, of_one):
+                if text in ("bad", "unreadable"):
+                    assert str(future.exception(30)) == f"a query that is {text}"
+                else:
+                    assert future.result(30).pids == [len(text)]
+        batcher.close()
 
 
 class TestBatchSearch:
@@ -386,6 +529,21 @@ def test_nothing_is_recorded_after_the_warm_up(index):  # noqa: F811
         search([Query("bana", 3, [5] * n)])
     assert set(engine._device_search._recordings) == searches
     assert len(encoder._recordings) == 5
+    searcher.close()
+
+
+def test_batches_that_overlap_are_answered_as_one_after_the_other(index, collection):  # noqa: F811
+    """On a GPU both are under way at the same time, and the encoder's output is the next batch's soon."""
+    searcher, _ = serve.open_searcher(index, scorer_options={"encoder": "fast"})
+    search = serve.BatchSearch(searcher, 200)
+    batches = [[Query(text[:100], 10) for text in collection[i : i + 8]] for i in range(0, 160, 8)]
+    wanted = [(answer.pids, answer.scores) for batch in batches for answer in search(batch)]
+    batcher = serve.Batcher(search.encode, search.search, Limits(max_batch=8))
+    futures = [future for batch in batches for future in batcher.submit(batch)]
+    batcher.close()
+    found = [(future.result(0).pids, future.result(0).scores) for future in futures]
+    assert all(bench_serve.agrees(*both, TOLERANCE) for both in zip(found, wanted))
+    assert not any(bench_serve.agrees(*both, TOLERANCE) for both in zip(found, wanted[8:]))
     searcher.close()
 
 
@@ -571,7 +729,8 @@ class TestApp:
     @pytest.fixture
     def blocked(self, gate, monkeypatch):
         monkeypatch.setattr(serve.BatchSearch, "warmup", lambda self, limits: None)
-        monkeypatch.setattr(serve.BatchSearch, "__call__", lambda self, queries: gate(queries))
+        monkeypatch.setattr(serve.BatchSearch, "encode", lambda self, queries: gate.encode(queries))
+        monkeypatch.setattr(serve.BatchSearch, "search", lambda self, queries, texts: gate.search(queries, texts))
 
         class Ranker:
             num_passages, closed = PASSAGES, False
@@ -588,11 +747,12 @@ class TestApp:
     def test_a_full_queue_is_503_with_retry_after(self, blocked, gate):
         answers = []
         clients = [
-            threading.Thread(target=lambda: answers.append(call(blocked, body={"query": "a"})[0])) for _ in range(7)
+            threading.Thread(target=lambda: answers.append(call(blocked, body={"query": "a"})[0])) for _ in range(8)
         ]
-        clients[0].start()
-        gate.asked.get(timeout=30)
-        for client in clients[1:]:
+        for client in clients[:2]:  # one is searched, one encoded
+            client.start()
+            gate.begun.get(timeout=30)
+        for client in clients[2:]:
             client.start()
         while call(blocked, "GET", "/health")[2]["waiting"] < 6:
             time.sleep(0.01)
@@ -602,11 +762,11 @@ class TestApp:
         gate.open.set()
         for client in clients:
             client.join(30)
-        assert answers == [200] * 7
+        assert answers == [200] * 8
         assert call(blocked, body={"query": "b"})[0] == 200
         metrics = call(blocked, "GET", "/metrics")[2]
         assert 'plaid_tilemaxsim_http_requests_total{status="503"} 1.0' in metrics
-        assert 'plaid_tilemaxsim_http_requests_total{status="200"} 8.0' in metrics
+        assert 'plaid_tilemaxsim_http_requests_total{status="200"} 9.0' in metrics
         assert "plaid_tilemaxsim_waiting_queries 0.0" in metrics
 
     def test_a_failing_search_is_500_and_shows_in_health(self, blocked, gate, caplog):
@@ -615,7 +775,7 @@ class TestApp:
         for _ in range(serve.FAILING):
             status, _, answer = call(blocked, body={"query": "bad"})
             assert (status, answer) == (500, {"error": "the search failed; the server's log says why"})
-        assert "a bad query" in caplog.text
+        assert "a query that is bad" in caplog.text
         assert call(blocked, "GET", "/health")[::2] == (
             503, {"status": "failing", "passages": PASSAGES, "waiting": 0, "version": serve.__version__},
         )  # fmt: skip

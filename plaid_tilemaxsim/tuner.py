@@ -173,6 +173,28 @@ def centroid(data: Data, LQ: int) -> Case:
     return Case("centroid", {"LQP": cs.table.size(1)}, run, sample, want, tolerance)
 
 
+def centroid_kept(data: Data, LQ: int) -> Case:
+    """A list of passages over 2% of the centroids, as mode plaid prunes."""
+    DIM = 128
+    Q, centroids = data.unit(LQ, DIM), data.unit(data.size.centroids, DIM).half()
+    best = (centroids.double() @ Q.double().T).amax(1).sort(descending=True).values
+    threshold = float(best[len(best) // 50 - 1 : len(best) // 50 + 1].mean())  # between two, whatever rounds
+    cs = api.centroid_scores(Q, centroids, threshold, cmax=1.01, impl="triton")
+    offsets = data.offsets(4)
+    codes = data.integers(len(centroids), (int(offsets[-1]),), torch.int32)
+    pids = torch.arange(0, len(offsets) - 1, 8, dtype=torch.int32, device=data.device)
+    out = torch.empty(len(pids), device=data.device)
+    sample = data.spread(len(out))
+
+    def run() -> Tensor:
+        out.fill_(math.nan)
+        return api.centroid_maxsim(cs, codes, offsets, pids, True, out, impl="triton")
+
+    want = reference.centroid_maxsim(Q, codes, centroids, offsets, pids[sample], threshold)
+    tolerance = LQ * (0.51 * float(cs.scale) + 2e-6)
+    return Case("centroid_kept", {"LQP": cs.table.size(1)}, run, sample, want, tolerance)
+
+
 def residual(data: Data, LQ: int, DIM: int, nbits: int) -> Case:
     Q, centroids, cs = data.scores(LQ, DIM)
     codes, residuals, stored, lo, step, weights, offsets = data.compressed(centroids, nbits)
@@ -275,6 +297,8 @@ def cases(data: Data, quick: bool) -> Iterator[tuple[str, Callable[[], Case]]]:
 
     yield "centroid_scores", partial(centroid_scores, data, 32, 128)
     yield "centroid", partial(centroid, data, 32)
+    if tuning.centroid_kept_is_fast(arch):
+        yield "centroid_kept", partial(centroid_kept, data, 32)
     for nbits in (2, 1, 4):
         yield residuals(32, 128, nbits)
     yield "residual_fp32", partial(residual_fp32, data, 32, 128, 2)
@@ -294,6 +318,8 @@ def cases(data: Data, quick: bool) -> Iterator[tuple[str, Callable[[], Case]]]:
     for LQ in (16, 64, 128):
         yield "centroid_scores", partial(centroid_scores, data, LQ, 128)
         yield "centroid", partial(centroid, data, LQ)
+        if tuning.centroid_kept_is_fast(arch):
+            yield "centroid_kept", partial(centroid_kept, data, LQ)
     for LQ in (64, 128):
         yield dense_case(LQ, 128)
     yield residuals(32, 128, 8)

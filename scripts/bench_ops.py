@@ -10,6 +10,7 @@ bandwidth of a streaming read in the same run; codes count 4 bytes a token, tabl
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -25,7 +26,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from plaid_tilemaxsim.ops import api, tuning
+from plaid_tilemaxsim.ops import api, centroid_kernel, tuning
 from scripts.kernels import bench as kernels
 from scripts.kernels.check import Check, Verdict, sample
 from scripts.kernels.clock import Clock, times
@@ -115,18 +116,35 @@ def bench_centroid_maxsim(bench: Bench, data: Data) -> None:
     best = (data.centroids.float() @ data.Q.T).amax(1).sort(descending=True).values
     out = torch.full((N,), math.nan, device="cuda")
     nbytes = data.codes.nbytes + data.offsets.nbytes + out.nbytes
+    packed = tuning.arch(out.device) >= 90
+    cs = api.centroid_scores(data.Q, data.centroids, cmax=1.01)
+    check = Check(table_maxsim(cs, data, chosen), chosen, 1e-5)
+    run = partial(api.centroid_maxsim, cs, data.codes, data.offsets, out=out)
     default = tuning.centroid_blocks
-    for kept in (None, 0.02, 0.2):
-        threshold = None if kept is None else float(best[int(kept * len(best))])
-        cs = api.centroid_scores(data.Q, data.centroids, threshold, cmax=1.01)
-        check = Check(table_maxsim(cs, data, chosen), chosen, 1e-5)
-        run = partial(api.centroid_maxsim, cs, data.codes, data.offsets, use_keep=kept is not None, out=out)
-        for BLOCK_N in (32, 64, 128):
-            for programs in (8, 16, 24, 32):
-                blocks = tuning.CentroidBlocks(32, BLOCK_N, tuning.arch(out.device) >= 90, programs)
-                tuning.centroid_blocks = lambda *_, blocks=blocks: blocks
-                bench.add(f"centroid_maxsim/kept {kept} BN {BLOCK_N} programs {programs}", run, check, nbytes, T)
+    for BLOCK_N, programs in itertools.product((32, 64, 128), (8, 16, 24, 32)):
+        blocks = tuning.CentroidBlocks(32, BLOCK_N, packed, programs)
+        tuning.centroid_blocks = lambda *_, blocks=blocks: blocks
+        bench.add(f"centroid_maxsim/all BN {BLOCK_N} programs {programs}", run, check, nbytes, T)
     tuning.centroid_blocks = default
+    # as mode plaid prunes: a list
+    pids = torch.arange(0, N, 8, dtype=torch.int32, device="cuda")
+    listed = torch.full((len(pids),), math.nan, device="cuda")
+    chosen = sample(len(pids), data.codes.device)
+    tokens = int((data.offsets[1:] - data.offsets[:-1])[::8].sum())
+    nbytes = tokens * 4 + len(pids) * (4 + 8 + 4)
+    keep_default = tuning.centroid_kept_blocks
+    for kept in (0.005, 0.02, 0.1, 0.3, 0.9):
+        cs = api.centroid_scores(data.Q, data.centroids, float(best[int(kept * len(best))]), cmax=1.01)
+        check = Check(table_maxsim(cs, data, pids[chosen]), chosen, 1e-5)
+        run = partial(centroid_kernel.centroid_maxsim, cs, data.codes, data.offsets, pids, True, listed, None)
+        bench.add(f"centroid_maxsim/kept {kept} BN portable", run, check, nbytes, tokens)
+        run = partial(api.centroid_maxsim, cs, data.codes, data.offsets, pids, True, listed)
+        for PER_LANE, MANY, programs in itertools.product((2, 4, 8), (0, 24, 48, 1000), (16, 24, 32)):
+            kept_blocks = tuning.CentroidKeptBlocks(32, PER_LANE, MANY, packed, programs)
+            tuning.centroid_kept_blocks = lambda *_, blocks=kept_blocks: blocks
+            name = f"centroid_maxsim/kept {kept} BN lane {PER_LANE} many {MANY} programs {programs}"
+            bench.add(name, run, check, nbytes, tokens)
+    tuning.centroid_kept_blocks = keep_default
 
 
 def bench_residual_fp32(bench: Bench, data: Data) -> None:

@@ -101,6 +101,7 @@ def test_candidates_that_do_not_fit_the_chip_are_passed_over(few, device):
     "make",
     [
         lambda data: tuner.centroid_scores(data, 5, 40),
+        lambda data: tuner.centroid_kept(data, 5),
         lambda data: tuner.dense(data, 5, 32, fixed=24),
         lambda data: tuner.residual(data, 5, 32, 2),
         lambda data: tuner.residual_batch(data, 2, 5, 32, 2),

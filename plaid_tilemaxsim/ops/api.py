@@ -137,9 +137,14 @@ def centroid_maxsim(
     if codes.size(0) == 0:
         return _all_empty(out, count)
     if chosen == "triton":
-        from . import centroid_kernel
+        from . import centroid_kernel, tuning
 
-        centroid_kernel.centroid_maxsim(cs, codes, offsets, pids, use_keep, out, count)
+        if use_keep and tuning.centroid_kept_is_fast(tuning.arch(device)):
+            from . import centroid_kept_kernel
+
+            centroid_kept_kernel.centroid_maxsim(cs, codes, offsets, pids, out, count)
+        else:
+            centroid_kernel.centroid_maxsim(cs, codes, offsets, pids, use_keep, out, count)
         return out
     n = _host_count(out.size(0), count)
     selected = None if pids is None else pids[:n]

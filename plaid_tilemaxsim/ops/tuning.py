@@ -132,6 +132,32 @@ def centroid_blocks(arch: int, LQP: int) -> CentroidBlocks:
 
 
 @dataclass(frozen=True)
+class CentroidKeptBlocks:
+    BLOCK_Q: int
+    PER_LANE: int  # codes that a lane looks at together
+    MANY: int  # of a warp's codes that are kept: from more on every row is fetched
+    PACKED: bool
+    programs_per_sm: int
+
+
+@tunable("centroid_kept", PER_LANE=(2, 4, 8), MANY=(16, 32, 48, 64), programs_per_sm=(8, 12, 16, 20, 24, 28, 32))
+def centroid_kept_blocks(arch: int, LQP: int) -> CentroidKeptBlocks:
+    """``centroid_kept_kernel``: single-warp programs, as many as a multiprocessor takes."""
+    return CentroidKeptBlocks(
+        BLOCK_Q=min(LQP, 64),
+        PER_LANE=4,
+        MANY=32,
+        PACKED=arch >= 90 and not interpreted(),
+        programs_per_sm=32 if arch in (80, 90, 100) else 16,
+    )
+
+
+def centroid_kept_is_fast(arch: int) -> bool:
+    """Whether centroid-only MaxSim over kept tokens runs ``centroid_kept_kernel`` (Gluon) or ``centroid_kernel``."""
+    return _runs_gluon() and arch >= 80
+
+
+@dataclass(frozen=True)
 class ResidualBlocks:
     BLOCK_N: int
     BLOCK_Q: int
@@ -452,7 +478,7 @@ def dense_blocks(
         return stages * BLOCK_N * row + query
 
     tiles = [(n, stages) for n in (128, 64, 32, 16) if n <= largest for stages in (3, 2)]
-    if fixed_length is not None and 256 < row <= 768:
+    if fixed_length is not None and 256 < row <= 768 and (arch == 90 or largest >= 64):
         # measured on an H200 (sm_90) for DIM 256 and 384 in fp16 and 128 in fp32: one program with four tiles in flight
         tiles.insert(0, (64, 4))
     tile = next((tile for tile in [*tiles, (16, 1)] if shared_bytes(*tile) <= budget), None)

@@ -31,6 +31,7 @@ from triton.runtime.jit import JITFunction
 
 from plaid_tilemaxsim.ops import (
     candidates_kernel,
+    centroid_kept_kernel,
     centroid_kernel,
     centroid_scores_kernel,
     decompress_kernel,
@@ -160,6 +161,8 @@ def launch_centroid(LQ: int, pids: torch.dtype | None, count: bool, use_keep: bo
     listed, out, n = _lists(pids, count)
     codes, offsets = torch.zeros(1000).int(), torch.zeros(101).long()
     centroid_kernel.centroid_maxsim(_scores(LQ), codes, offsets, listed, use_keep, out, n)
+    if use_keep:
+        centroid_kept_kernel.centroid_maxsim(_scores(LQ), codes, offsets, listed, out, n)
 
 
 def launch_residual(

@@ -280,9 +280,9 @@ class Program:
                 write(args[0], np.full(32, bits, _U), None)
             elif kind[0] == "redux":
                 x = ptx_warp._signed(read(args[1]))
-                if kind[2] == "max":
+                if kind[2] in ("max", "min"):
                     assert kind[3] == "s32"
-                    reduced = x.max()
+                    reduced = x.max() if kind[2] == "max" else x.min()
                 else:
                     reduced = np.bitwise_or.reduce(x) if kind[2] == "or" else x.sum()
                 write(args[0], ptx_warp._unsigned(np.full(32, reduced)), None)
@@ -314,6 +314,8 @@ class Program:
                     value = _value(kind, [read(name) for name in args[1:]], width)
                 if kind[1:2] == ["wide"]:
                     width *= 2
+                elif i.op == "cvt.s32.s16":
+                    width = 32
                 elif len(kind) > 2 and kind[-2].endswith("64"):
                     width = 64
                 write(args[0], value, live, width)
@@ -388,6 +390,9 @@ def _value(kind: list[str], x: list[Value], width: int) -> Value:
     if name == "fma" and last == "f16x2":
         a, b, c = (ptx_warp._unpacked([y], "f16") for y in x)
         return np.ascontiguousarray((a * b + c).astype(np.float16)).view(np.uint32).reshape(32).astype(_U)
+    if name == "max" and last == "s16x2":
+        a, b = (y.astype(np.uint32).view(np.int16) for y in x)
+        return np.maximum(a, b).view(np.uint32).astype(_U)
     if name in ("min", "max") and last == "f32":  # a number wins against what is none
         return ptx_warp._bits({"min": np.fmin, "max": np.fmax}[name](*map(ptx_warp._f32, x)))
     return ptx_warp.Kernel._value(kind, x, width)

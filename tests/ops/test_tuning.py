@@ -31,6 +31,9 @@ def test_blocks_fit(arch, DIM):
         assert LQP % centroid.BLOCK_Q == 0
         assert centroid.BLOCK_N * centroid.BLOCK_Q * 2 // 32 <= 256  # bytes of a tile in one thread's registers
         assert not (centroid.PACKED and tuning.interpreted())
+        kept = tuning.centroid_kept_blocks(arch, LQP)
+        assert LQP % kept.BLOCK_Q == 0
+        assert 32 % (kept.BLOCK_Q // 8) == 0  # lanes of a group
         for nbits in (1, 2, 4, 8):
             residual = tuning.residual_blocks(arch, nbits, DIM, LQP)
             assert LQP % residual.BLOCK_Q == 0

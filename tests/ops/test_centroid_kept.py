@@ -1,0 +1,98 @@
+"""Centroid-only MaxSim over kept tokens: the kernel's PTX for sm_80 and sm_90, and on a device, against integers."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from plaid_tilemaxsim.ops import api, centroid_kernel, tuning
+from tests.ops.ptx_program import Program
+from tests.ops.ptx_warp import Memory
+from tests.ops.ragged import LENGTHS, make_collection, poisoned
+
+C = 150
+
+
+def expected(table, scale, keep, codes, offsets, LQ):
+    """Bit for bit: sums of maxima of table entries."""
+    want = np.full(len(offsets) - 1, -np.inf, np.float32)
+    for pid, (first, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+        code = codes[first:end]
+        code = code[keep[code]]
+        if len(code):
+            want[pid] = np.float32(table[code, :LQ].max(0).astype(np.int64).sum()) * scale
+    return want
+
+
+@pytest.fixture(scope="module", params=[(90, 32, True), (90, 16, False), (90, 60, True), (80, 32, True)], ids=str)
+def launch(request, tmp_path_factory):
+    """(PTX, LQ, whether there is a list) of one launch."""
+    arch, LQ, listed = request.param
+    file = tmp_path_factory.mktemp("kept") / "kernel.ptx"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [
+        sys.executable,
+        "-m",
+        "tests.ops.centroid_kept_ptx",
+        file,
+        str(arch),
+        str(LQ),
+        "pids" if listed else "all",
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return file.read_text(), LQ, listed
+
+
+@pytest.mark.parametrize("share", [0.0, 0.04, 0.3, 1.0])
+@pytest.mark.parametrize("programs", [1, 3])
+def test_ptx(launch, share, programs):
+    ptx, LQ, listed = launch
+    g = np.random.default_rng(LQ)
+    LQP = api.padded_query_length(LQ)
+    table = g.integers(-32767, 32768, (C + 1, LQP)).astype(np.int16)
+    table[C] = -32768
+    keep = g.random(C) < share
+    bits = np.packbits(np.pad(keep, (0, -C % 32)), bitorder="little").view(np.int32)
+    offsets = np.cumsum([0, *LENGTHS]).astype(np.int64)
+    codes = g.integers(0, C, offsets[-1]).astype(np.int32)
+    codes[:300] = codes[0]  # what occurs twice in a group is dropped at once
+    scale = np.full(1, 1e-3, np.float32)
+    pids = g.permutation(len(LENGTHS)).astype(np.int32)
+    count = len(pids) - 2 if listed else len(pids)
+    out = np.full(len(pids), 7.0, np.float32)
+    memory = Memory()
+    arrays = table, scale, bits, codes, offsets, pids, np.array([count], np.int32), out
+    at_words, at_scale, at_bits, at_codes, at_offsets, at_pids, at_count, at_out = map(memory.add, arrays)
+    params = [at_words, at_scale, at_bits, at_codes, at_offsets]
+    params += [at_pids, at_count] if listed else []
+    params += [at_out, len(pids), LQ, 0, 0]
+    for program in range(programs):
+        Program(ptx, memory, params, (program, programs), 1, 0).run()
+    want = expected(table, scale[0], keep, codes, offsets, LQ)[pids if listed else slice(None)]
+    np.testing.assert_array_equal(out[:count], want[:count])
+    assert (out[count:] == 7.0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("per_lane", "many"), [(2, 8), (4, 1000), (4, 0), (8, 32)])
+@pytest.mark.parametrize("LQ", [1, 16, 32, 40, 64, 130])
+def test_equals_the_portable_kernel(LQ, per_lane, many, device, monkeypatch):
+    from plaid_tilemaxsim.ops import centroid_kept_kernel
+
+    c = make_collection(device, LQ, 64, lengths=LENGTHS * 40)
+    chosen = tuning.centroid_kept_blocks(90, api.padded_query_length(LQ))
+    other = tuning.CentroidKeptBlocks(chosen.BLOCK_Q, per_lane, many, chosen.PACKED, 2)
+    monkeypatch.setattr(tuning, "centroid_kept_blocks", lambda arch, LQP: other)
+    pids = torch.randperm(len(c.offsets) - 1, device=device).int()
+    count = torch.tensor([len(pids) - 5], dtype=torch.int32, device=device)
+    for threshold in (-2.0, 0.1, 0.3, 2.0):
+        cs = c.centroid_scores(threshold)
+        for listed, n in ((None, None), (pids, count)):
+            got, want = (poisoned(len(pids), device) for _ in range(2))
+            centroid_kept_kernel.centroid_maxsim(cs, c.codes, c.offsets, listed, got, n)
+            centroid_kernel.centroid_maxsim(cs, c.codes, c.offsets, listed, True, want, n)
+            assert torch.equal(got.view(torch.int32), want.view(torch.int32))

@@ -10,7 +10,8 @@ every query is searched directly, by a Searcher in this process; then a server o
 Clients are closed loops: each sends its next query when its last is answered. A time is a client's, from the first
 byte sent to the last byte parsed; serve_* figures are those of the last number of clients, serve_*_clientsN of each.
 Means of a batch by the server's metrics: its queries (batch_mean), how long its first one waited (wait_ms), the host's
-part in encoding it (encode_ms), its search with what is left of encoding on a GPU (search_ms).
+part in encoding it (encode_ms), its search with what is left of encoding on a GPU (search_ms). One batch may be
+encoded while another is searched, so that they come more often than the sum of their times says.
 
 The run is correct if there was no error, every request for scores of given pids got the direct ones, and searches
 found the direct results outside ties, but for a share of 1 - LEAST_AGREEMENT on a GPU: there fp16 encoding rounds

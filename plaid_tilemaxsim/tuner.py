@@ -182,7 +182,7 @@ def centroid_kept(data: Data, LQ: int) -> Case:
     cs = api.centroid_scores(Q, centroids, threshold, cmax=1.01, impl="triton")
     offsets = data.offsets(4)
     codes = data.integers(len(centroids), (int(offsets[-1]),), torch.int32)
-    pids = torch.arange(0, len(offsets) - 1, 8, dtype=torch.int32, device=data.device)
+    pids = torch.arange(0, len(offsets) - 1, 2, dtype=torch.int32, device=data.device)
     out = torch.empty(len(pids), device=data.device)
     sample = data.spread(len(out))
 

@@ -2,12 +2,12 @@
 
     score(p) = scale * sum_q max_{t in p, kept[codes[t]]} table[codes[t], q]        -inf where no token is kept
 
-Few tokens are kept: most of the work is to read codes and to find that out. ``centroid_kernel`` spends a row of its tile
-on every token; here a warp looks at several passages at once. As many lanes as there are 16-byte pieces in a row of the
-table (4 at LQ = 32) form a group that walks passages of its own, PER_LANE codes a lane at a time, the next ones on their
-way. Of its codes that are kept a group takes the largest, fetches that row together, and drops the code wherever it
-stands; the warp goes on when no group has one left. A token costs its 4-byte code and a bit, a kept one its row, and
-nothing is reduced over the whole warp.
+Where few tokens are kept, most of the work is to read codes and to find that out. ``centroid_kernel`` spends a row of
+its tile on every token; here a warp looks at several passages at once. As many lanes as there are 16-byte pieces in a
+row of the table (4 at LQ = 32) form a group that walks passages of its own, PER_LANE codes a lane at a time, the next
+ones on their way. Of its codes that are kept a group takes the largest, fetches that row together, and drops the code
+wherever it stands; the warp goes on when no group has one left. If MANY of its codes are kept, it fetches the row of
+each in turn, which asks for all at once. Nothing is reduced over the whole warp.
 
 Rows of the table are as there: two int16 columns a word, -32768 in none of them. Maxima and sums of integers are exact:
 the result does not depend on the launch.

@@ -1,5 +1,6 @@
 """Centroid-only MaxSim over kept tokens: the kernel's PTX for sm_80 and sm_90, and on a device, against integers."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -19,7 +20,7 @@ C = 150
 def expected(table, scale, keep, codes, offsets, LQ):
     """Bit for bit: sums of maxima of table entries."""
     want = np.full(len(offsets) - 1, -np.inf, np.float32)
-    for pid, (first, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+    for pid, (first, end) in enumerate(itertools.pairwise(offsets)):
         code = codes[first:end]
         code = code[keep[code]]
         if len(code):

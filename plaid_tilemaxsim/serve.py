@@ -563,13 +563,17 @@ def _read_collection(path: str, passages: int) -> Any:
     return read
 
 
-class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """Ends where a client begins no request, or takes nothing of an answer, for IDLE_SECONDS.
+class EndsIdle(asyncio.Protocol):
+    """Before one of uvicorn's: ends where a client begins no request, or takes nothing of an answer, for IDLE_SECONDS.
 
     uvicorn waits for both without end, so that a few hundred such clients take all file descriptors.
     """
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    cycle: Any
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._before: Any = None
         self._check()
@@ -585,6 +589,10 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self.transport.abort()
         else:
             self._timer = self.loop.call_later(IDLE_SECONDS, self._check)
+
+
+class Connection(EndsIdle, AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """By httptools where that is installed, else by h11."""
 
 
 class Deferred:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import http.client
+import importlib
 import json
 import logging
 import math
@@ -55,10 +56,10 @@ def call(address, method="POST", path="/search", body=None, headers=None, timeou
 
 
 @contextlib.contextmanager
-def running(app):
+def running(app, http=serve.Connection):
     """Address of the app, served by a thread of this process."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, http=serve.Connection, log_level="warning"))
+        server = uvicorn.Server(uvicorn.Config(app, http=http, log_level="warning"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
@@ -648,6 +649,16 @@ class TestAnswers:
         assert float(full.split()[1]) < float(total.split()[1]), "no batch of more than 8 queries"
 
 
+@pytest.fixture(params=["h11_impl.H11Protocol", "httptools_impl.HttpToolsProtocol"], ids=["h11", "httptools"])
+def connection(request, monkeypatch):
+    """What a server makes of either of uvicorn's protocols."""
+    module, name = request.param.split(".")
+    pytest.importorskip(module.removesuffix("_impl"))
+    monkeypatch.setattr(serve, "IDLE_SECONDS", 0.3)
+    protocol = getattr(importlib.import_module(f"uvicorn.protocols.http.{module}"), name)
+    return type("Connection", (serve.EndsIdle, protocol), {})
+
+
 class TestRefusals:
     def test_over_http(self, address):
         fine = json.dumps({"query": "bana"}).encode()
@@ -680,10 +691,17 @@ class TestRefusals:
         while gone not in call(address, "GET", "/metrics")[2]:
             time.sleep(0.05)
 
-    def test_clients_that_do_nothing(self, address, monkeypatch):
+    @pytest.fixture
+    def lively(self, connection):
+        """Host and port of a server that has only to be asked."""
+        app = serve.FastAPI()
+        app.get("/health")(lambda: "ok")
+        with running(app, connection) as address:
+            yield address.removeprefix("http://").split(":")
+
+    def test_clients_that_do_nothing(self, lively):
         """No request, half of one, half of the next one: cut off; one that works goes on."""
-        monkeypatch.setattr(serve, "IDLE_SECONDS", 0.3)
-        host, port = address.removeprefix("http://").split(":")
+        host, port = lively
         half, whole = b"POST /search HTTP/1.1\r\nHost: a\r\n", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
         for sent in (b"", half, whole + half):
             with socket.create_connection((host, int(port)), timeout=30) as client:
@@ -702,11 +720,10 @@ class TestRefusals:
                 time.sleep(0.1)
             assert client.sock is connected
 
-    def test_a_client_that_does_not_read(self, monkeypatch):
-        monkeypatch.setattr(serve, "IDLE_SECONDS", 0.3)
+    def test_a_client_that_does_not_read(self, connection):
         app = serve.FastAPI()
         app.get("/")(lambda: serve.Response(bytes(1 << 26)))
-        with running(app) as address, socket.socket() as client:
+        with running(app, connection) as address, socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             host, port = address.removeprefix("http://").split(":")
             client.connect((host, int(port)))

@@ -15,9 +15,9 @@ import logging
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("plaid_tilemaxsim")
 
+T = TypeVar("T")
+Columns = tuple[Tensor, ...]  # of one query: pids int32 [n], then fp32 [n] each
 # Queries of a batch in one launch, and what their buffers and centroid tables may take together of the memory that is
 # free when the first batch comes.
 BATCH_LANES = 32
@@ -128,7 +130,8 @@ class DeviceSearch:
         self._lanes: list[TritonStages] = [TritonStages(index, self._cmax)]
         self._recordings: OrderedDict[tuple[Any, ...], _Recording] = OrderedDict()
         self._on_gpu = self.device.type == "cuda"
-        self.records = self._on_gpu and not self.stages.exact_scorer.waits
+        self.runs_ahead = not self.stages.exact_scorer.waits  # of the device, which is only waited for at the end
+        self.records = self._on_gpu and self.runs_ahead
         self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
         self._lanes_that_fit: dict[tuple[int, int], int] = {}
 
@@ -203,6 +206,33 @@ class DeviceSearch:
                 self.make_room()
                 self._lanes_that_fit[Q.size(1), _most_lanes(len(Q))] = lanes // 2
 
+    def batch_in_steps(self, Q: Tensor, params: SearchParams) -> Generator[None, None, list[tuple[Tensor, Tensor]]]:
+        """``search_batch`` for a caller who launches on other devices between the steps, which are this one's turn.
+
+        Raises OutOfMemoryError where ``search_batch`` takes fewer queries a launch.
+        """
+
+        def launches() -> Generator[None, None, list[Columns]]:
+            with self._turn():
+                rec = self._recording("search", Q.size(1), params, lanes=self.batch_lanes(Q.size(1), len(Q)))
+                return (yield from self._launches(rec, Q, 2))
+
+        def here() -> contextlib.AbstractContextManager[Any]:
+            return torch.cuda.device(self.device) if self._on_gpu else contextlib.nullcontext()
+
+        steps = launches()
+        try:
+            while True:
+                with here():
+                    try:
+                        next(steps)
+                    except StopIteration as end:
+                        return cast("list[tuple[Tensor, Tensor]]", end.value)
+                yield  # the current device is the caller's again
+        finally:
+            with here():
+                steps.close()
+
     def batch_lanes(self, lq: int, queries: int) -> int:
         """Branches of a batch's graph: a power of two, so that few recordings serve all batches."""
         wanted = lanes = _most_lanes(queries)
@@ -229,7 +259,7 @@ class DeviceSearch:
 
     def survivors(
         self, Q: Tensor, params: SearchParams, *, pids: Tensor | None = None, allow: Tensor | None = None
-    ) -> list[list[Tensor]]:
+    ) -> list[Columns]:
         """``funnel.run_shard`` for each query of Q [B, LQ, DIM]: pids int32 [n] and their scores fp32 [n], on the CPU.
 
         pids: candidates as in ``search_listed``. Several queries take neither these nor ``allow``.
@@ -343,20 +373,26 @@ class DeviceSearch:
         allow: Tensor | None = None,
         watch: Watch | None = None,
     ) -> list[tuple[Tensor, Tensor]]:
-        answers = [(pids, scores) for pids, scores in self._columns(rec, Q, 2, pids=pids, allow=allow)]
+        answers = self._columns(rec, Q, 2, pids=pids, allow=allow)
         if watch is not None and rec.clock is not None:
             rec.clock.read(watch)
-        return answers
+        return cast("list[tuple[Tensor, Tensor]]", answers)
 
     def _columns(
         self, rec: _Recording, Q: Tensor, columns: int, pids: Tensor | None = None, allow: Tensor | None = None
-    ) -> list[list[Tensor]]:
-        """Replays as often as Q [B, LQ, DIM] has lanes' worth of queries. Of each pids, then fp32 columns."""
+    ) -> list[Columns]:
+        """Replays as often as Q [B, LQ, DIM] has lanes' worth of queries."""
         if rec.pinned is not None and len(Q) == 1:
             self._load(rec, Q, pids=pids, allow=allow)
             rec.replay()
             torch.cuda.current_stream().synchronize()
             return unpacked(rec.pinned, columns)
+        return finished(self._launches(rec, Q, columns, pids=pids, allow=allow))
+
+    def _launches(
+        self, rec: _Recording, Q: Tensor, columns: int, pids: Tensor | None = None, allow: Tensor | None = None
+    ) -> Generator[None, None, list[Columns]]:
+        """A step after every launch, and one after the answers of each while no launch is left."""
         lanes = rec.Q.size(0)
         starts = range(0, len(Q), lanes)
         slots = min(len(starts), MOST_AHEAD)
@@ -366,12 +402,13 @@ class DeviceSearch:
             pinned = torch.empty(slots, *rec.Q.shape, dtype=torch.float32, pin_memory=True)
         rows = torch.empty(slots, *rec.output.shape, dtype=torch.int32, pin_memory=self._on_gpu)
         done: list[torch.cuda.Event] = []
-        answers: list[list[Tensor]] = []
+        rooms: list[Room] = []
+        answers: list[Columns] = []
 
         def collect(i: int) -> None:
             if self._on_gpu:
                 done[i].synchronize()
-            answers.extend(unpacked(rows[i % slots][: len(Q) - starts[i]], columns))
+            answers.extend(unpacked(rows[i % slots][: len(Q) - starts[i]], columns, rooms[i]))
 
         for i, first in enumerate(starts):
             if i >= slots:
@@ -385,8 +422,12 @@ class DeviceSearch:
             rows[i % slots].copy_(rec.replay(), non_blocking=True)
             if self._on_gpu:
                 done.append(torch.cuda.current_stream().record_event())
+            yield
+            rooms.append(Room(len(part), columns, (rows.size(2) - 1) // columns))  # likewise
         for i in range(len(starts) - slots, len(starts)):
             collect(i)
+            if i < len(starts) - 1:
+                yield
         return answers
 
     def _load(self, rec: _Recording, Q: Tensor, pids: Tensor | None = None, allow: Tensor | None = None) -> None:
@@ -564,21 +605,47 @@ def _packed_shard(pids: Pids, scores: list[Tensor]) -> Tensor:
     return torch.cat([count, pids.pids, *(column.view(torch.int32) for column in scores)])
 
 
-def unpacked(rows: Tensor, columns: int) -> list[list[Tensor]]:
+class Room:
+    """Where the answers of several queries come to lie: views of one block, made before the answers are there.
+
+    Several operations a query would be most of what the host does, and the device would be done by then.
+    """
+
+    def __init__(self, queries: int, columns: int, most: int) -> None:
+        block = torch.empty(queries, columns, most, dtype=torch.int32)
+        pids, *rest = block.unbind(1)
+        self.block = block.numpy()
+        self.views: list[Columns] = list(zip(pids.unbind(), *(one.view(torch.float32).unbind() for one in rest)))
+
+
+def unpacked(rows: Tensor, columns: int, room: Room | None = None) -> list[Columns]:
     """Of every row of int32 [B, 1 + columns * cap] on the host: pids int32 [n], then fp32 [n] of the other columns.
 
-    They are of one copy: several operations a query would be most of what the host does.
+    room: for B queries with cap answers; used if one has as many, otherwise they get a smaller one.
     """
+    cap = (rows.size(1) - 1) // columns
     if len(rows) == 1:
         row = rows[0].clone()
-        n, cap = int(row[0]), (row.numel() - 1) // columns
+        n = int(row[0])
         first, *others = (row[at : at + n] for at in range(1, row.numel(), cap))
-        return [[first, *(column.view(torch.float32) for column in others)]]
-    counts = rows[:, 0].tolist()
+        return [(first, *(column.view(torch.float32) for column in others))]
+    packed = rows.numpy()
+    counts = packed[:, 0].tolist()
     most = max(counts, default=0)
-    pids, *rest = rows[:, 1:].unflatten(1, (columns, -1))[:, :, :most].clone().unbind(1)
-    found = zip(pids.unbind(), *(column.view(torch.float32).unbind() for column in rest), strict=True)
-    return [list(one) if n == most else [column[:n] for column in one] for n, one in zip(counts, found, strict=True)]
+    if room is None or room.block.shape[2] != most:
+        room = Room(len(rows), columns, most)
+    np.copyto(room.block, packed[:, 1:].reshape(len(rows), columns, cap)[:, :, :most])
+    found = zip(counts, room.views, strict=True)
+    return [one if n == most else tuple(column[:n] for column in one) for n, one in found]
+
+
+def finished(steps: Generator[None, None, T]) -> T:
+    """What comes of steps that nothing else goes on between."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return cast(T, end.value)
 
 
 def _most_lanes(queries: int) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -123,7 +124,12 @@ class SearchEngine:
 
         watch: gets what searches one by one measure.
         """
-        Q = self._check_query(Q, 3)
+        return self._checked_batch(self._check_query(Q, 3), params, watch=watch, **filters)
+
+    def _checked_batch(
+        self, Q: Tensor, params: SearchParams, *, watch: Watch | None = None, **filters: Any
+    ) -> list[tuple[Tensor, Tensor]]:
+        """``search_batch`` of what ``_check_query`` gave."""
         if self._device_search is None or len(Q) == 0 or any(value is not None for value in filters.values()):
             return [self.search(q, params, watch=watch, **filters) for q in Q]
         self._check_ncells(params, given=False)
@@ -175,7 +181,7 @@ class SearchEngine:
             else:
                 start = None if listed is None else Pids(listed)
                 shards = (run_shard(self._stages, q, params, candidates=start, allow=allowed) for q in Q)
-                found = [[cast(Tensor, pids.pids), *scores] for pids, scores in shards]
+                found = [(cast(Tensor, pids.pids), *scores) for pids, scores in shards]
         return [Survivors(pids, exact, first[0] if first else None, second) for pids, *first, second, exact in found]
 
     def candidates(self, Q: Tensor, ncells: int) -> Tensor:
@@ -419,10 +425,11 @@ def _as_tensor(name: str, values: Any) -> Tensor:
 
 def _norm(Q: Tensor) -> float:
     """Of all of Q, in this thread alone: torch asks its others for more than 2**15 values, and they are in the way of
-    searches in other threads."""
+    searches in other threads; and in one operation: each lets other threads of Python go first."""
     if Q.numel() <= 1 << 15:
         return float(torch.linalg.vector_norm(Q.float()))
-    return math.hypot(*(float(torch.linalg.vector_norm(part.float())) for part in Q.reshape(-1).split(1 << 15)))
+    values = Q.float().reshape(-1).numpy()
+    return math.sqrt(np.einsum("i,i->", values, values))
 
 
 def _is_dense(value: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from plaid_tilemaxsim import faults
 from plaid_tilemaxsim.engine import SearchEngine
 from plaid_tilemaxsim.funnel import SearchParams
 from plaid_tilemaxsim.index.resident import ResidentIndex, load_resident
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from plaid_tilemaxsim.index.pq import PQ
 
 log = logging.getLogger("plaid_tilemaxsim")
+
+Answer = tuple[Tensor, Tensor]
+Work = tuple[SearchEngine, Tensor]  # and its queries
 
 
 class Replicas(SearchEngine):
@@ -40,6 +44,8 @@ class Replicas(SearchEngine):
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(len(self.engines), thread_name_prefix="replica")
         self._seen: set[tuple[Any, ...]] = set()
+        searches = [engine._device_search for engine in engines]
+        self._runs_ahead = all(search is not None and search.runs_ahead for search in searches)
 
     def search(self, Q: Tensor, params: SearchParams, **filters: Any) -> tuple[Tensor, Tensor]:
         if filters.get("filter_fn") is not None:
@@ -48,18 +54,55 @@ class Replicas(SearchEngine):
             return engine.search(Q, params, **filters)
 
     def search_batch(self, Q: Tensor, params: SearchParams, **filters: Any) -> list[tuple[Tensor, Tensor]]:
+        Q = self._check_query(Q, 3)
         parts = [part for part in Q.tensor_split(len(self.engines)) if len(part)]
         if len(parts) < 2 or filters.get("filter_fn") is not None:
-            return self.engines[0].search_batch(Q, params, **filters)
-        tasks = [self._task(engine, part, params, filters) for engine, part in zip(self.engines, parts)]
+            return self.engines[0]._checked_batch(Q, params, **filters)
+        work = list(zip(self.engines, parts))
+        if self._runs_ahead and all(value is None for name, value in filters.items() if name != "watch"):
+            self._check_ncells(params, given=False)
+            try:
+                answers = self._in_steps(work, params)
+            except torch.OutOfMemoryError as error:
+                log.warning("%s; one replica after the other", faults.first_line(error))
+                answers = [engine._checked_batch(part, params) for engine, part in work]
+        else:
+            answers = self._in_threads(work, params, filters)
+        return [one for part in answers for one in part]
+
+    def _in_steps(self, work: list[Work], params: SearchParams) -> list[list[Answer]]:
+        """A launch on every device in turn, from this thread.
+
+        Of threads, one a device, the first to launch would go on to its last launch before another gets to its first:
+        it lets go of the interpreter for less time than another takes to wake up.
+        """
+        answers: list[list[Answer]] = [[] for _ in work]
+        with torch.no_grad(), contextlib.ExitStack() as ending:
+            going = {}
+            for i, (engine, part) in enumerate(work):
+                assert engine._device_search is not None
+                going[i] = engine._device_search.batch_in_steps(part, params)
+                ending.callback(going[i].close)  # after an error in another's
+            while going:
+                for i, steps in list(going.items()):
+                    try:
+                        next(steps)
+                    except StopIteration as end:
+                        answers[i] = end.value
+                        del going[i]
+        return answers
+
+    def _in_threads(self, work: list[Work], params: SearchParams, filters: dict[str, Any]) -> list[list[Answer]]:
+        """For what waits for its device between launches."""
+        tasks = [self._task(engine, part, params, filters) for engine, part in work]
         # Not at once what has not run yet: recording a graph waits for devices, which fails beside another recording.
-        key = (*(part.shape for part in parts), params)
+        key = (*(part.shape for _, part in work), params)
         if key not in self._seen:
             answers = [task() for task in tasks]
             self._seen.add(key)
-        else:
-            answers = [future.result() for future in [self._pool.submit(task) for task in tasks]]
-        return [one for part in answers for one in part]
+            return answers
+        others = [self._pool.submit(task) for task in tasks[1:]]
+        return [tasks[0](), *(other.result() for other in others)]
 
     def candidates(self, Q: Tensor, ncells: int) -> Tensor:
         with self._idle() as engine:
@@ -110,7 +153,7 @@ class Replicas(SearchEngine):
         def task() -> list[tuple[Tensor, Tensor]]:
             if ready is not None:  # a thread of the pool has a stream of its own
                 torch.cuda.current_stream(Q.device).wait_event(ready)
-            return engine.search_batch(Q, params, **filters)
+            return engine._checked_batch(Q, params, **filters)
 
         return task
 

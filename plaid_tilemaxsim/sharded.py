@@ -22,7 +22,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -78,6 +78,8 @@ class ShardedEngine(SearchEngine):
 class Shards:
     """What ``SearchEngine`` asks of a ``DeviceSearch``, from the engines of all shards. A watch learns nothing."""
 
+    runs_ahead = False  # a batch of ``Replicas`` is not launched in steps
+
     def __init__(self, index: ShardedIndex) -> None:
         self.index = index
         self.device = index.device
@@ -106,16 +108,16 @@ class Shards:
 
     def survivors(
         self, Q: Tensor, params: SearchParams, *, pids: Tensor | None = None, allow: Tensor | None = None
-    ) -> list[list[Tensor]]:
+    ) -> list[tuple[Tensor, ...]]:
         """As of one device: pids and columns of all shards, on the CPU."""
         lists, masks = None if pids is None else self._cut(pids), self._slices(allow)
-        queries: list[list[list[Tensor]]] = [[] for _ in Q]
+        queries: list[list[tuple[Tensor, ...]]] = [[] for _ in Q]
         for s, start in enumerate(self.index.starts):
             if lists is None or lists[s].numel():
                 found = self._survivors(s, Q, params, None if lists is None else lists[s], masks[s])
                 for query, (local, *columns) in zip(queries, found, strict=True):
-                    query.append([local + start, *columns])
-        return [[torch.cat(column) for column in zip(*query, strict=True)] for query in queries]
+                    query.append((local + start, *columns))
+        return [tuple(torch.cat(column) for column in zip(*query, strict=True)) for query in queries]
 
     def candidates(self, Q: Tensor, params: SearchParams, allow: Tensor | None) -> Tensor:
         masks = self._slices(allow)
@@ -177,7 +179,7 @@ class Shards:
 
     def _survivors(
         self, shard: int, Q: Tensor, params: SearchParams, pids: Tensor | None, allow: Tensor | None
-    ) -> list[list[Tensor]]:
+    ) -> list[tuple[Tensor, ...]]:
         raise NotImplementedError
 
     def _candidates(self, shard: int, Q: Tensor, params: SearchParams, allow: Tensor | None) -> Tensor:
@@ -250,10 +252,10 @@ class HostShards(Shards):
 
     def _survivors(
         self, shard: int, Q: Tensor, params: SearchParams, pids: Tensor | None, allow: Tensor | None
-    ) -> list[list[Tensor]]:
+    ) -> list[tuple[Tensor, ...]]:
         found = self._engines[shard].survivors(Q, params, candidates=pids, allow=allow)
         columns = ([one.pids, one.first, one.second, one.exact] for one in found)
-        return [[column for column in query if column is not None] for query in columns]
+        return [tuple(column for column in query if column is not None) for query in columns]
 
     def _candidates(self, shard: int, Q: Tensor, params: SearchParams, allow: Tensor | None) -> Tensor:
         engine = self._engines[shard]
@@ -562,7 +564,7 @@ class DeviceShards(Shards):
 
     def _survivors(
         self, shard: int, Q: Tensor, params: SearchParams, pids: Tensor | None, allow: Tensor | None
-    ) -> list[list[Tensor]]:
+    ) -> list[tuple[Tensor, ...]]:
         place = self.index.shards[shard].device
         pids, allow = (None if x is None else x.to(place) for x in (pids, allow))
         with self._turn():
@@ -587,4 +589,4 @@ def _answers(rows: Tensor) -> list[Answer]:
     """(pids int32 [n], scores fp32 [n]) of every row of int32 [B, 1 + 2 k] on the host."""
     from plaid_tilemaxsim.device_search import unpacked
 
-    return [(pids, scores) for pids, scores in unpacked(rows, 2)]
+    return cast("list[Answer]", unpacked(rows, 2))

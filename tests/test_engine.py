@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from plaid_tilemaxsim import engine as engine_module
 from plaid_tilemaxsim import exact
 from plaid_tilemaxsim.engine import SearchEngine, with_defaults
 from plaid_tilemaxsim.funnel import MOST_PRECISE, Pids, SearchParams, run_funnel, run_shard
@@ -275,6 +276,38 @@ def test_a_batch_of_more_launches_than_lie_in_host_memory(case, monkeypatch):
         alone = case.engine.search(q, params)
         assert torch.equal(alone[0], pids)
         assert torch.equal(alone[1], scores)
+
+
+@pytest.mark.parametrize("counts", [[4, 4, 4], [4, 0, 3], [2, 1, 2], [0, 0], [3]], ids=str)
+@pytest.mark.parametrize("columns", [2, 3])
+def test_answers_are_unpacked_alike_whether_there_is_room_for_them(device, counts, columns):
+    from plaid_tilemaxsim.device_search import Room, unpacked
+
+    rows = torch.arange(len(counts) * (1 + 4 * columns), dtype=torch.int32).view(len(counts), -1)
+    rows[:, 0] = torch.tensor(counts)
+    for room in (None, Room(len(counts), columns, 4)):
+        found = unpacked(rows, columns, room)
+        assert len(found) == len(counts)
+        for n, row, (pids, *scores) in zip(counts, rows, found, strict=True):
+            for i, column in enumerate([pids, *(score.view(torch.int32) for score in scores)]):
+                assert torch.equal(column, row[1 + 4 * i : 1 + 4 * i + n])
+            assert all(score.dtype == torch.float32 for score in scores)
+    kept = [[column.clone() for column in answer] for answer in found]
+    rows.fill_(1)  # as the next launch does
+    assert all(torch.equal(a, b) for one, other in zip(found, kept) for a, b in zip(one, other, strict=True))
+
+
+def test_queries_are_checked_in_whole_batches(case):
+    """More values than torch has one thread take the norm of."""
+    Q = torch.nn.functional.normalize(torch.ones(20, 32, 64), dim=-1)
+    assert case.engine._check_query(Q, 3) is not None
+    assert engine_module._norm(Q) == pytest.approx(640**0.5, rel=1e-5)
+    Q[19, 31, 63] = torch.inf
+    with pytest.raises(ValueError, match="finite"):
+        case.engine.search_batch(Q, SearchParams())
+    if case.engine.impl == "triton":
+        with pytest.raises(ValueError, match="expected unit vectors"):
+            case.engine.search_batch(torch.full((20, 32, 64), 1e6), SearchParams())
 
 
 def test_more_query_tokens_than_take_part_in_pruning(case):

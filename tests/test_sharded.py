@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plaid_tilemaxsim import sharded, stages_triton
+from plaid_tilemaxsim import device_search, sharded, stages_triton
 from plaid_tilemaxsim.engine import SearchEngine
 from plaid_tilemaxsim.funnel import SearchParams
 from plaid_tilemaxsim.graphs import collect, empty_cache
@@ -334,16 +334,89 @@ def test_replicas(index: PlaidIndex, queries: Tensor, groups: list[int]) -> None
 
 
 def test_a_replica_that_fails_is_heard(index: PlaidIndex, queries: Tensor, monkeypatch: Any) -> None:
-    copies = build_engine(index, [[torch.device(DEVICE)]] * 2)
+    copies: Any = build_engine(index, [[torch.device(DEVICE)] * 2] * 2)
     many = queries[torch.arange(4) % 3]
     copies.search_batch(many, MODES[0])
 
     def lost(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr(copies.engines[1], "search_batch", lost)  # type: ignore[attr-defined]
+    monkeypatch.setattr(copies.engines[1], "_checked_batch", lost)
     with pytest.raises(RuntimeError, match="the device is lost"):
         copies.search_batch(many, MODES[0])
+
+
+class TestReplicasFromOneThread:
+    """Launches of one query each, two of them ahead of the answers."""
+
+    PARAMS = SearchParams(k=5, ndocs=32, **PLAID)
+
+    @pytest.fixture
+    def copies(self, index: PlaidIndex, device: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+        monkeypatch.setattr(device_search, "BATCH_LANES", 1)
+        monkeypatch.setattr(device_search, "MOST_AHEAD", 2)
+        copies = Replicas([engines(index, "triton", 1)[0] for _ in range(2)])
+        yield copies
+        copies.close()
+
+    @pytest.fixture
+    def launched(self, copies: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """Which replica did, in order."""
+        order: list[int] = []
+        for i, engine in enumerate(copies.engines):
+            load = engine._device_search._load
+            noted = functools.partial(lambda i, load, *args, **more: (order.append(i), load(*args, **more)), i, load)
+            monkeypatch.setattr(engine._device_search, "_load", noted)
+        return order
+
+    def test_devices_take_turns(self, copies: Any, launched: list[int], queries: Tensor) -> None:
+        many = queries[torch.arange(7) % 3]
+        found = copies.search_batch(many, self.PARAMS, watch=None, allow=None)
+        assert launched == [0, 1, 0, 1, 0, 1, 0]
+        wanted = [copies.engines[0].search(q, self.PARAMS) for q in queries]
+        assert all(same(answer, wanted[i % 3]) for i, answer in enumerate(found))
+        assert not same(wanted[0], wanted[1])
+
+    def test_a_bad_query_is_refused_before_any_launch(self, copies: Any, launched: list[int], queries: Tensor) -> None:
+        bad = queries.clone()
+        bad[-1, 0, 0] = torch.nan
+        with pytest.raises(ValueError, match="expected finite values"):
+            copies.search_batch(bad, self.PARAMS)
+        with pytest.raises(ValueError, match="ncells"):
+            copies.search_batch(queries, SearchParams(ncells=33))
+        assert launched == []
+
+    def test_too_little_memory_for_one(
+        self, copies: Any, queries: Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        search = copies.engines[1]._device_search
+        stock, failures = search._recording, [torch.OutOfMemoryError("no")]
+
+        def recording(*args: Any, **more: Any) -> Any:
+            if failures:
+                raise failures.pop()
+            return stock(*args, **more)
+
+        monkeypatch.setattr(search, "_recording", recording)
+        found = copies.search_batch(queries, self.PARAMS)
+        assert "one replica after the other" in caplog.text
+        assert not failures
+        assert all(same(answer, copies.engines[0].search(q, self.PARAMS)) for answer, q in zip(found, queries))
+
+    def test_after_an_error_in_one_the_other_is_free(
+        self, copies: Any, launched: list[int], queries: Tensor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def lost(*args: Any, **more: Any) -> None:
+            raise RuntimeError("the device is lost")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(copies.engines[1]._device_search, "_load", lost)
+            with pytest.raises(RuntimeError, match="the device is lost"):
+                copies.search_batch(queries, self.PARAMS)
+        assert launched == [0]
+        with ThreadPoolExecutor(1) as pool:  # what this thread holds, it could take again
+            found = pool.submit(copies.search_batch, queries, self.PARAMS).result(timeout=60)
+        assert all(same(answer, copies.engines[0].search(q, self.PARAMS)) for answer, q in zip(found, queries))
 
 
 @pytest.mark.parametrize("groups", [[3], [1, 1], [2, 2]], ids=str)

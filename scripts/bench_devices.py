@@ -12,7 +12,8 @@ and if the same check rejects the answers of another query. Figures:
 
 The detail says where a sharded search in mode plaid spends its time: ``host_us``, microseconds of the host between the
 steps of one search; ``device_us``, each graph by itself on its device, launched before it may start; ``alone_us``, each
-launched and waited for by itself. Likewise ``launch`` of a batch, in milliseconds, on each device and on all at once.
+launched and waited for by itself. Likewise ``launch`` of a batch, in milliseconds, on each device and on all at once,
+and ``batch.shares_ms``, of each replica's share of the batch by itself.
 
 With one GPU, ``--devices 0,0`` checks the same code: two shards, and two replicas, on that GPU.
 """
@@ -236,6 +237,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         detail["peers"] = [torch.cuda.can_device_access_peer(a, b) for a in places for b in places if a != b]
         print("launch", detail["launch"], "peers", detail["peers"], flush=True)
     detail["batch"] = {"queries": args.batch, "k": args.k[0], **{e: summary(ms) for e, ms in batch_ms.items()}}
+    # What each replica gets of it, by itself: beyond the longest, the batch takes what they cost each other.
+    shares = zip(copies.engines, batch.tensor_split(len(copies.engines)))
+    detail["batch"]["shares_ms"] = [
+        statistics.median(timed(engine.search_batch, part, params) for _ in range(args.repeats + 1))
+        for engine, part in shares
+    ]
 
     ratios = {k: figures[f"plaid_k{k}_p50_ms_shards"] / figures[f"plaid_k{k}_p50_ms_one"] for k in args.k}
     figures |= {f"latency_ratio_k{k}": ratio for k, ratio in ratios.items()}

@@ -14,7 +14,6 @@ import functools
 import logging
 import sys
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from plaid_tilemaxsim import faults
 from plaid_tilemaxsim.funnel import STAGES, Pids, Ranking, SearchParams, run_funnel, run_shard
-from plaid_tilemaxsim.graphs import Turns, empty_cache, recording
+from plaid_tilemaxsim.graphs import Recent, Turns, empty_cache, recording
 from plaid_tilemaxsim.ops.api import padded_query_length
 from plaid_tilemaxsim.ops.pids_kernel import clamp_pids
 from plaid_tilemaxsim.stages_triton import TritonStages
@@ -128,7 +127,7 @@ class DeviceSearch:
         self._turns = Turns(index.device)
         self._cmax = float(index.centroids.float().norm(dim=1).max()) if index.num_centroids else 0.0
         self._lanes: list[TritonStages] = [TritonStages(index, self._cmax)]
-        self._recordings: OrderedDict[tuple[Any, ...], _Recording] = OrderedDict()
+        self._recordings: Recent[tuple[Any, ...], _Recording] = Recent(MAX_GRAPHS)
         self._on_gpu = self.device.type == "cuda"
         self.runs_ahead = not self.stages.exact_scorer.waits  # of the device, which is only waited for at the end
         self.records = self._on_gpu and self.runs_ahead
@@ -461,19 +460,7 @@ class DeviceSearch:
         watched: bool = False,
     ) -> _Recording:
         key = (kind, lq, params, lanes, cap, allow, until, on_host, watched)
-        rec = self._recordings.get(key)
-        if rec is not None:
-            self._recordings.move_to_end(key)
-            return rec
-        # A caller may be in inference mode; what later callers write to must not be made in it.
-        with torch.inference_mode(False), torch.no_grad():
-            while len(self._lanes) < lanes:
-                self._lanes.append(TritonStages(self.index, self._cmax))
-            rec = self._record(kind, lq, params, lanes, cap, allow, until, on_host, watched)
-        self._recordings[key] = rec
-        while len(self._recordings) > MAX_GRAPHS:
-            self._recordings.popitem(last=False)
-        return rec
+        return self._recordings.of(key, lambda: self._record(*key))
 
     def _record(
         self,
@@ -487,6 +474,8 @@ class DeviceSearch:
         on_host: bool,
         watched: bool,
     ) -> _Recording:
+        while len(self._lanes) < lanes:
+            self._lanes.append(TritonStages(self.index, self._cmax))
         Q = torch.nn.functional.normalize(torch.ones(lanes, lq, self.index.dim, device=self.device), dim=-1)
         pids = None if cap is None else torch.zeros(cap, dtype=torch.int32, device=self.device)
         count = None if cap is None else torch.ones(1, dtype=torch.int32, device=self.device)

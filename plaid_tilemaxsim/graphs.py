@@ -10,10 +10,14 @@ import contextlib
 import functools
 import gc
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 # What one thread may not do while another records: synchronise the device, empty torch's cache, collect garbage.
 _recording = threading.Lock()
@@ -123,6 +127,25 @@ class Joined:
             text = self._runtime.cudaGetErrorString(status)[1].decode()
             raise RuntimeError(f"CUDA error: {text} ({status.name}) of a joined graph")
         return values[0] if values else None
+
+
+class Recent(OrderedDict[K, V]):
+    """What was recorded, by key: the ``most`` that were asked for last."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def of(self, key: K, record: Callable[[], V]) -> V:
+        if key in self:
+            self.move_to_end(key)
+        else:
+            # A caller may be in inference mode; what later callers write to must not be made in it.
+            with torch.inference_mode(False), torch.no_grad():
+                self[key] = record()
+            if len(self) > self._most:
+                self.popitem(last=False)
+        return self[key]
 
 
 class Turns:

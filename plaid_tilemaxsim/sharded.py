@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -30,7 +29,7 @@ from torch import Tensor
 from plaid_tilemaxsim import faults
 from plaid_tilemaxsim.engine import SearchEngine, score_aligned
 from plaid_tilemaxsim.funnel import SearchParams
-from plaid_tilemaxsim.graphs import Joined, Turns, can_join, recording
+from plaid_tilemaxsim.graphs import Joined, Recent, Turns, can_join, recording
 from plaid_tilemaxsim.index.resident import ResidentIndex
 from plaid_tilemaxsim.index.shards import ShardedIndex
 from plaid_tilemaxsim.merge import Survivors, merge
@@ -315,8 +314,8 @@ class DeviceShards(Shards):
                 "search is a launch a device"
             )
         self._streams = [torch.cuda.Stream(shard.device) for shard in index.shards] if self._on_gpu else []
-        self._merges: OrderedDict[tuple[Any, ...], _Merge] = OrderedDict()
-        self._plans: OrderedDict[tuple[Any, ...], _Plan | None] = OrderedDict()
+        self._merges: Recent[tuple[Any, ...], _Merge] = Recent(MAX_MERGES)
+        self._plans: Recent[tuple[Any, ...], _Plan | None] = Recent(MAX_MERGES)
         self._pool = torch.cuda.graph_pool_handle() if self._on_gpu else None
 
     def exact_scorer(self, shard: int) -> ExactScorer:
@@ -473,38 +472,22 @@ class DeviceShards(Shards):
 
     def _plan(self, kind: str, lq: int, params: SearchParams, keeps: list[int | None]) -> _Plan | None:
         """None for rows that are too long."""
-        key = kind, lq, params
-        plan = self._plans.get(key)
-        if plan is not None:
-            self._plans.move_to_end(key)
-            return plan
-        if key in self._plans:
-            return None
-        with torch.inference_mode(False), torch.no_grad():
+
+        def record() -> _Plan | None:
             found = [shard.prepared(kind, lq, params) for shard in self._shards]
             rows = [found[0].output, *(one.pinned for one in found[1:])]
-            if all(row is not None for row in rows):
-                merging = self._record_merge(1, keeps, tuple(row.size(1) for row in rows), rows)
-                assert merging.graph is not None
-                # the others first: their rows have a way to go
-                plan = _Plan(found, merging, Joined([one.graph for one in found[::-1] if one.graph], merging.graph))
-        self._plans[key] = plan
-        if len(self._plans) > MAX_MERGES:
-            self._plans.popitem(last=False)
-        return plan
+            if any(row is None for row in rows):
+                return None
+            merging = self._record_merge(1, keeps, tuple(row.size(1) for row in rows), rows)
+            assert merging.graph is not None
+            # the others first: their rows have a way to go
+            return _Plan(found, merging, Joined([one.graph for one in found[::-1] if one.graph], merging.graph))
+
+        return self._plans.of((kind, lq, params), record)
 
     def _merge(self, lanes: int, keeps: list[int | None], widths: tuple[int, ...]) -> _Merge:
         """That of shards whose rows have these widths, 0 for a shard without passages to look at."""
-        key = lanes, tuple(keeps), widths
-        merging = self._merges.get(key)
-        if merging is not None:
-            self._merges.move_to_end(key)
-            return merging
-        with torch.inference_mode(False), torch.no_grad():
-            merging = self._merges[key] = self._record_merge(lanes, keeps, widths)
-        if len(self._merges) > MAX_MERGES:
-            self._merges.popitem(last=False)
-        return merging
+        return self._merges.of((lanes, tuple(keeps), widths), lambda: self._record_merge(lanes, keeps, widths))
 
     def _record_merge(
         self, lanes: int, keeps: list[int | None], widths: tuple[int, ...], sources: Sequence[Tensor] = ()

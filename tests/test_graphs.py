@@ -80,3 +80,23 @@ def test_without_the_bindings_nothing_is_joined(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delattr(torch.cuda.CUDAGraph, "raw_cuda_graph", raising=False)
     assert not graphs.can_join()
     graphs._runtime.cache_clear()
+
+
+def test_the_recordings_asked_for_last_stay() -> None:
+    recordings: graphs.Recent[str, torch.Tensor | None] = graphs.Recent(2)
+    with torch.inference_mode():
+        first = recordings.of("first", lambda: torch.zeros(1))
+    assert first is not None
+    assert not first.is_inference()
+    assert recordings.of("none", lambda: None) is None
+    for key in ("none", "first"):
+        recordings.of(key, lambda: pytest.fail("made twice"))
+    recordings.of("third", lambda: torch.ones(1))
+    assert list(recordings) == ["first", "third"]
+    with pytest.raises(ValueError, match="no"):
+        recordings.of("bad", fail)
+    assert list(recordings) == ["first", "third"]
+
+
+def fail() -> torch.Tensor:
+    raise ValueError("no")

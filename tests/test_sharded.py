@@ -363,10 +363,14 @@ class TestReplicasFromOneThread:
     def launched(self, copies: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         """Which replica did, in order."""
         order: list[int] = []
+
+        def noted(i: int, load: Any, *args: Any, **more: Any) -> None:
+            order.append(i)
+            load(*args, **more)
+
         for i, engine in enumerate(copies.engines):
-            load = engine._device_search._load
-            noted = functools.partial(lambda i, load, *args, **more: (order.append(i), load(*args, **more)), i, load)
-            monkeypatch.setattr(engine._device_search, "_load", noted)
+            search = engine._device_search
+            monkeypatch.setattr(search, "_load", functools.partial(noted, i, search._load))
         return order
 
     def test_devices_take_turns(self, copies: Any, launched: list[int], queries: Tensor) -> None:

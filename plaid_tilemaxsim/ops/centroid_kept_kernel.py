@@ -25,13 +25,32 @@ from .centroid_kernel import _max_halves
 
 
 @gluon.jit
-def _passage(pids_ptr, offsets_ptr, i, n, HAS_PIDS: gl.constexpr):
-    """First token (int64) and length of passages number i of the list; no tokens past its end."""
-    pid = i.to(gl.int64)
+def _sum_of_halves(words, ones):
+    """Sum of the int16 halves of words, of each that has a byte of 1 in the lower half of ``ones`` and not 0."""
+    return gl.inline_asm_elementwise(
+        "dp2a.lo.s32.s32 $0, $1, $2, 0;", "=r,r,r", [words, ones], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _pid(pids_ptr, i, n, HAS_PIDS: gl.constexpr):
+    """Passages number i of the list; 0 past its end."""
     if HAS_PIDS:
-        pid = gl.load(pids_ptr + i, mask=i < n, other=0).to(gl.int64)
-    start = gl.load(offsets_ptr + pid, mask=i < n, other=0)
-    return start, (gl.load(offsets_ptr + pid + 1, mask=i < n, other=0) - start).to(gl.int32)
+        return gl.load(pids_ptr + i, mask=i < n, other=0).to(gl.int32)
+    else:
+        return gl.where(i < n, i, 0)
+
+
+@gluon.jit
+def _tokens(offsets_ptr, pid, live):
+    """First token (int64) and length of passages; none where not ``live``."""
+    start = gl.load(offsets_ptr + pid, mask=live, other=0)
+    return start, (gl.load(offsets_ptr + pid + 1, mask=live, other=0) - start).to(gl.int32)
 
 
 @gluon.jit
@@ -77,27 +96,44 @@ def _centroid_kept_kernel(
     n = num_pids
     if HAS_COUNT:
         n = gl.minimum(gl.load(count_ptr), num_pids)
-    step = gl.num_programs(0) * GROUPS
+    step = gl.num_programs(0)
     # All lanes of a group know its passage.
     lane = gl.arange(0, LANES, layout=gl.SliceLayout(0, LANE))[None, :]
-    group = gl.arange(0, GROUPS, layout=gl.SliceLayout(1, LANE))[:, None]
-    i = gl.program_id(0) * GROUPS + group + lane * 0
+    column = gl.zeros([GROUPS, 1], gl.int32, layout=LANE)
+    group = gl.arange(0, GROUPS, layout=gl.SliceLayout(1, LANE))[:, None] + lane * 0
     w = gl.arange(0, 4 * LANES, layout=gl.SliceLayout(0, ROW))[None, :]
+    ones = (
+        (2 * w < LQ).to(gl.int32)
+        + (2 * w + 1 < LQ).to(gl.int32) * 256
+        + gl.zeros([GROUPS, 4 * LANES], gl.int32, layout=ROW)
+    )
     nothing = gl.full([GROUPS, 4 * LANES], -2147450880, gl.int32, layout=ROW)  # twice -32768
     scale = gl.load(scale_ptr)
 
-    start, left = _passage(pids_ptr, offsets_ptr, i, n, HAS_PIDS)
+    # Each group has a passage, the range of its next one, and the pid of a third; the rest of the program's passages
+    # go to whichever groups need one.
+    i = gl.program_id(0) + group * step
+    i1, i2 = i + GROUPS * step, i + 2 * GROUPS * step
+    free = gl.program_id(0) + 3 * GROUPS * step
+    start, left = _tokens(offsets_ptr, _pid(pids_ptr, i, n, HAS_PIDS), i < n)
     codes = _codes(codes_ptr, start, left, lane, LANES, PER_LANE)
-    start1, left1 = _passage(pids_ptr, offsets_ptr, i + step, n, HAS_PIDS)
+    start1, left1 = _tokens(offsets_ptr, _pid(pids_ptr, i1, n, HAS_PIDS), i1 < n)
+    pid2 = _pid(pids_ptr, i2, n, HAS_PIDS)
     high, low = nothing, nothing << 16
     while gl.min(gl.min(i, 1), 0) < n:
         done = left <= TOKENS
         start = gl.where(done, start1, start + TOKENS)
         left = gl.where(done, left1, left - TOKENS)
         following = _codes(codes_ptr, start, left, lane, LANES, PER_LANE)
+        # What a group that is done needs next but one is asked for now, and looked at when this step is over.
+        start2, left2 = _tokens(offsets_ptr, pid2, done & (i2 < n))
+        rank = gl.associative_scan(done.to(gl.int32), 0, _add)
+        i3 = free + (rank - 1) * step
+        pid3 = _pid(pids_ptr, gl.where(done, i3, n), n, HAS_PIDS)
+        free += gl.max(gl.max(rank, 1), 0) * step
 
         kept = ()
-        number = lane * 0 + group * 0
+        number = group * 0
         for j in gl.static_range(PER_LANE):
             code = codes[j]
             bits = gl.load(keep_bits_ptr + (code >> 5), mask=code >= 0, other=0)
@@ -106,7 +142,7 @@ def _centroid_kept_kernel(
         if gl.sum(gl.sum(number, 1), 0) > MANY:
             # every token's row, in the order of the passage
             for t in gl.static_range(TOKENS):
-                row = gl.convert_layout(gl.gather(kept[t // LANES], group * 0 + t % LANES, 1), ROW, assert_trivial=True)
+                row = gl.convert_layout(gl.gather(kept[t // LANES], column + t % LANES, 1), ROW, assert_trivial=True)
                 high, low = _with_row(high, low, words_ptr, row, w, W_ROW, PACKED)
         else:
             chosen = _largest(kept)
@@ -119,22 +155,22 @@ def _centroid_kept_kernel(
                 kept = rest
                 chosen = _largest(kept)
 
-        if PACKED:
-            low = high << 16
-        total = gl.sum(gl.where(2 * w + 1 < LQ, high >> 16, 0) + gl.where(2 * w < LQ, low >> 16, 0), 1)
+        best = high
+        if not PACKED:
+            best = (high & -65536) | ((low >> 16) & 65535)
+        total = gl.sum(_sum_of_halves(best, ones), 1)
         score = gl.where(total == -32768 * gl.minimum(LQ, 8 * LANES), float("-inf"), total.to(gl.float32) * scale)
         score = gl.convert_layout(score, gl.SliceLayout(1, LANE), assert_trivial=True)[:, None]
         writes = done & (i < n) & (lane == 0)
         if HAS_BASE:
             score += gl.load(out_ptr + i, mask=writes, other=0.0)
         gl.store(out_ptr + i, score + gl.zeros_like(i).to(gl.float32), mask=writes)
-        i = gl.where(done, i + step, i)
-        ended = gl.max(done.to(gl.int32), 1)
-        if gl.max(ended, 0) != 0:
-            start2, left2 = _passage(pids_ptr, offsets_ptr, gl.where(done, i + step, n), n, HAS_PIDS)
-            start1, left1 = gl.where(done, start2, start1), gl.where(done, left2, left1)
-        ended = gl.convert_layout(ended, gl.SliceLayout(1, ROW), assert_trivial=True)[:, None] != 0
+        ended = (
+            gl.convert_layout(gl.max(done.to(gl.int32), 1), gl.SliceLayout(1, ROW), assert_trivial=True)[:, None] != 0
+        )
         high, low = gl.where(ended, nothing, high), gl.where(ended, nothing << 16, low)
+        i, i1, i2 = gl.where(done, i1, i), gl.where(done, i2, i1), gl.where(done, i3, i2)
+        start1, left1, pid2 = gl.where(done, start2, start1), gl.where(done, left2, left1), gl.where(done, pid3, pid2)
         codes = following
 
 
@@ -172,6 +208,6 @@ def centroid_maxsim(
             LANES=lanes,
             PER_LANE=blocks.PER_LANE,
             MANY=blocks.MANY,
-            maxnreg=64,  # what 32 programs of a multiprocessor can have
+            maxnreg=65536 // (32 * blocks.programs_per_sm) // 8 * 8,
             num_warps=1,
         )

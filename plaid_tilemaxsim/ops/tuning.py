@@ -140,15 +140,15 @@ class CentroidKeptBlocks:
     programs_per_sm: int
 
 
-@tunable("centroid_kept", PER_LANE=(2, 4, 8), MANY=(16, 32, 48, 64), programs_per_sm=(8, 12, 16, 20, 24, 28, 32))
+@tunable("centroid_kept", PER_LANE=(4, 8, 12), MANY=(16, 24, 48), programs_per_sm=(12, 16, 20, 24, 32))
 def centroid_kept_blocks(arch: int, LQP: int) -> CentroidKeptBlocks:
-    """``centroid_kept_kernel``: single-warp programs, as many as a multiprocessor takes."""
+    """``centroid_kept_kernel``: single-warp programs, with as many registers as leave room for that number of them."""
     return CentroidKeptBlocks(
         BLOCK_Q=min(LQP, 64),
-        PER_LANE=4,
-        MANY=32,
-        PACKED=arch >= 90 and not interpreted(),
-        programs_per_sm=32 if arch in (80, 90, 100) else 16,
+        PER_LANE=8,
+        MANY=24,
+        PACKED=arch >= 90,
+        programs_per_sm=24 if arch in (80, 90, 100) else 16,
     )
 
 
@@ -363,8 +363,7 @@ def dense_fast_blocks(arch: int, kind: str, words: int, fixed: bool) -> DenseFas
     elif kind in ("tf32x3", "fp16x3"):
         maxnreg, programs = None, 16
     elif fixed:
-        # rounding to TF32 takes registers
-        maxnreg, programs, group = (168, 12, 1) if kind == "tf32" else (128, 16, 1)
+        maxnreg, programs, group = 128, 16, 1
     return DenseFastBlocks(rows, chunk, q_registers=64, group=group, maxnreg=maxnreg, programs_per_sm=programs)
 
 
@@ -461,14 +460,13 @@ def dense_blocks(
     LQP = min(columns, max(16, 1 << (LQ - 1).bit_length()))
     BLOCK_Q = LQP * (min(1 << (NQ - 1).bit_length(), columns // LQP) if LQ <= LQP else 1)
     narrow = itemsize == 2 and row <= 256 and BLOCK_Q <= 32
+    wide = itemsize == 4 and precision == "ieee" and row > 2048  # larger tiles and more of them spill
     if narrow and fixed_length is None:
         num_warps, programs, largest = 1, 8, 32
     else:
         num_warps, programs, largest = 4, 2, 128 if narrow else 64
-        if itemsize == 4 and precision == "ieee" and row > 2048:
-            num_warps = 8  # each keeps its part of the query in registers
         if itemsize == 4 and (arch < 90 or precision == "ieee"):
-            largest = 32
+            largest = 16 if wide else 32
         if fixed_length is not None:
             largest = min(largest, max(32, 1 << (fixed_length - 1).bit_length()))
 
@@ -477,7 +475,7 @@ def dense_blocks(
         query = row * BLOCK_Q if arch >= 90 and num_warps > 1 and BLOCK_N >= 64 else 0
         return stages * BLOCK_N * row + query
 
-    tiles = [(n, stages) for n in (128, 64, 32, 16) if n <= largest for stages in (3, 2)]
+    tiles = [(n, stages) for n in (128, 64, 32, 16) if n <= largest for stages in ((2,) if wide else (3, 2))]
     if fixed_length is not None and 256 < row <= 768 and (arch == 90 or largest >= 64):
         # measured on an H200 (sm_90) for DIM 256 and 384 in fp16 and 128 in fp32: one program with four tiles in flight
         tiles.insert(0, (64, 4))

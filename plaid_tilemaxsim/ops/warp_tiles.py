@@ -253,6 +253,8 @@ def advance(
         left -= TOKENS
     else:
         i, start, left = i_a, start_a, left_a
+        if LAYOUT == "fixed":  # costs less to make again than to keep
+            start, left = token_range(offsets_ptr, pid_at(pids_ptr, i_a, n, HAS_PIDS), ND, LAYOUT)
         i_a = i_b
         start_a, left_a = token_range(offsets_ptr, pid_b, ND, LAYOUT)
         i_b = next_passage(i_b, step, GROUP)

@@ -390,6 +390,11 @@ def _value(kind: list[str], x: list[Value], width: int) -> Value:
     if name == "fma" and last == "f16x2":
         a, b, c = (ptx_warp._unpacked([y], "f16") for y in x)
         return np.ascontiguousarray((a * b + c).astype(np.float16)).view(np.uint32).reshape(32).astype(_U)
+    if name == "dp2a":
+        assert kind[1] == "lo"
+        halves = x[0].astype(np.uint32).view(np.int16).reshape(32, 2).astype(np.int64)
+        factors = x[1].astype(np.uint32).view(np.int8).reshape(32, 4)[:, :2].astype(np.int64)
+        return ptx_warp._unsigned((halves * factors).sum(1) + ptx_warp._signed(x[2]))
     if name == "max" and last == "s16x2":
         a, b = (y.astype(np.uint32).view(np.int16) for y in x)
         return np.maximum(a, b).view(np.uint32).astype(_U)

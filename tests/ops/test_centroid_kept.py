@@ -15,6 +15,7 @@ from tests.ops.ptx_warp import Memory
 from tests.ops.ragged import LENGTHS, make_collection, poisoned
 
 C = 150
+MANY = LENGTHS * 3  # several rounds of all groups of a program
 
 
 def expected(table, scale, keep, codes, offsets, LQ):
@@ -48,7 +49,7 @@ def launch(request, tmp_path_factory):
     return file.read_text(), LQ, listed
 
 
-@pytest.mark.parametrize("share", [0.0, 0.04, 0.3, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.04, 1.0])
 @pytest.mark.parametrize("programs", [1, 3])
 def test_ptx(launch, share, programs):
     ptx, LQ, listed = launch
@@ -58,11 +59,11 @@ def test_ptx(launch, share, programs):
     table[C] = -32768
     keep = g.random(C) < share
     bits = np.packbits(np.pad(keep, (0, -C % 32)), bitorder="little").view(np.int32)
-    offsets = np.cumsum([0, *LENGTHS]).astype(np.int64)
+    offsets = np.cumsum([0, *MANY]).astype(np.int64)
     codes = g.integers(0, C, offsets[-1]).astype(np.int32)
     codes[:300] = codes[0]  # what occurs twice in a group is dropped at once
     scale = np.full(1, 1e-3, np.float32)
-    pids = g.permutation(len(LENGTHS)).astype(np.int32)
+    pids = g.permutation(len(MANY)).astype(np.int32)
     count = len(pids) - 2 if listed else len(pids)
     out = np.full(len(pids), 7.0, np.float32)
     memory = Memory()

@@ -559,6 +559,27 @@ def test_a_query_on_another_gpu_than_the_first(index: PlaidIndex, queries: Tenso
         assert same(several.search(late, MODES[0]), want)
 
 
+@pytest.mark.gpu
+def test_replicas_on_two_gpus_leave_the_current_device(
+    index: PlaidIndex, queries: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    monkeypatch.setattr(device_search, "BATCH_LANES", 2)
+    monkeypatch.setattr(device_search, "MOST_AHEAD", 2)
+    one = SearchEngine(load_resident(index, "cuda:0"))
+    copies = build_engine(index, [[torch.device("cuda:0")], [torch.device("cuda:1")]])
+    many = queries[torch.arange(23) % 3]
+    wanted = [one.search(q, MODES[0]) for q in queries]
+    for current in (0, 1):
+        with torch.cuda.device(current):
+            for Q in (many, many.to("cuda:0"), many.to("cuda:1")):
+                found = copies.search_batch(Q, MODES[0])
+                assert torch.cuda.current_device() == current
+                assert all(same(answer, wanted[i % 3]) for i, answer in enumerate(found))
+    copies.close()
+
+
 def test_a_lost_device_is_named(index: PlaidIndex, queries: Tensor, monkeypatch: Any) -> None:
     """Failures come up at the wait for the merge, outside of every shard's own search."""
 

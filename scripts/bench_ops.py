@@ -133,7 +133,7 @@ def bench_centroid_maxsim(bench: Bench, data: Data) -> None:
     tokens = int((data.offsets[1:] - data.offsets[:-1])[::8].sum())
     nbytes = tokens * 4 + len(pids) * (4 + 8 + 4)
     keep_default = tuning.centroid_kept_blocks
-    for kept in (0.005, 0.02, 0.1, 0.3, 0.9):
+    for kept in (0.005, 0.02, 0.05, 0.1, 0.2, 0.9):
         cs = api.centroid_scores(data.Q, data.centroids, float(best[int(kept * len(best))]), cmax=1.01)
         check = Check(table_maxsim(cs, data, pids[chosen]), chosen, 1e-5)
 
@@ -143,10 +143,10 @@ def bench_centroid_maxsim(bench: Bench, data: Data) -> None:
 
         bench.add(f"centroid_maxsim/kept {kept} BN portable", portable, check, nbytes, tokens)
         run = partial(api.centroid_maxsim, cs, data.codes, data.offsets, pids, True, listed)
-        for PER_LANE, MANY, programs in itertools.product((4, 8, 12), (16, 24, 48), (16, 20, 24, 32)):
-            kept_blocks = tuning.CentroidKeptBlocks(32, PER_LANE, MANY, packed, programs)
+        for PER_LANE, programs in itertools.product((4, 8, 12), (16, 20, 24, 32)):
+            kept_blocks = tuning.CentroidKeptBlocks(32, PER_LANE, packed, programs)
             tuning.centroid_kept_blocks = lambda *_, blocks=kept_blocks: blocks
-            name = f"centroid_maxsim/kept {kept} BN lane {PER_LANE} many {MANY} programs {programs}"
+            name = f"centroid_maxsim/kept {kept} BN lane {PER_LANE} programs {programs}"
             bench.add(name, run, check, nbytes, tokens)
     tuning.centroid_kept_blocks = keep_default
 

@@ -139,12 +139,12 @@ def centroid_maxsim(
     if chosen == "triton":
         from . import centroid_kernel, tuning
 
-        if use_keep and tuning.centroid_kept_is_fast(tuning.arch(device)):
+        fast = use_keep and tuning.centroid_kept_is_fast(tuning.arch(device))
+        if fast:
             from . import centroid_kept_kernel
 
             centroid_kept_kernel.centroid_maxsim(cs, codes, offsets, pids, out, count)
-        else:
-            centroid_kernel.centroid_maxsim(cs, codes, offsets, pids, use_keep, out, count)
+        centroid_kernel.centroid_maxsim(cs, codes, offsets, pids, use_keep, out, count, unless_few=fast)
         return out
     n = _host_count(out.size(0), count)
     selected = None if pids is None else pids[:n]

@@ -1,4 +1,4 @@
-"""Centroid-only MaxSim over the tokens whose centroid a query token came near: PLAID's first pruning step.
+"""Centroid-only MaxSim over the tokens whose centroid a query token came near, if these are few: PLAID's first pruning.
 
     score(p) = scale * sum_q max_{t in p, kept[codes[t]]} table[codes[t], q]        -inf where no token is kept
 
@@ -6,11 +6,11 @@ Where few tokens are kept, most of the work is to read codes and to find that ou
 its tile on every token; here a warp looks at several passages at once. As many lanes as there are 16-byte pieces in a
 row of the table (4 at LQ = 32) form a group that walks passages of its own, PER_LANE codes a lane at a time, the next
 ones on their way. Of its codes that are kept a group takes the largest, fetches that row together, and drops the code
-wherever it stands; the warp goes on when no group has one left. If MANY of its codes are kept, it fetches the row of
-each in turn, which asks for all at once. Nothing is reduced over the whole warp.
+wherever it stands; the warp goes on when no group has one left. Nothing is reduced over the whole warp.
 
-Rows of the table are as there: two int16 columns a word, -32768 in none of them. Maxima and sums of integers are exact:
-the result does not depend on the launch.
+Where many are kept that is slower, and only the device knows: both kernels are launched, look at the same sample of
+centroids, and one of them returns. Rows of the table are as there: two int16 columns a word, -32768 in none of them.
+Maxima and sums of integers are exact: the result does not depend on the kernel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 
 from . import tuning
 from .api import CentroidScores
-from .centroid_kernel import _max_halves
+from .centroid_kernel import FEW, _max_halves, kept_of_sample
 
 
 @gluon.jit
@@ -59,7 +59,7 @@ def _codes(codes_ptr, start, left, lane, LANES: gl.constexpr, PER_LANE: gl.const
     codes = ()
     for j in gl.static_range(PER_LANE):
         t = j * LANES + lane
-        codes = codes + (gl.load(codes_ptr + start + t, mask=t < left, other=-1),)  # noqa: RUF005
+        codes = codes + (gl.load(codes_ptr + start + t, mask=t < left, other=-1),)  # type: ignore[assignment]  # noqa: RUF005
     return codes
 
 
@@ -72,42 +72,31 @@ def _largest(codes):
     return gl.max(best, 1)
 
 
-@gluon.jit
-def _with_row(high, low, words_ptr, code, w, W_ROW: gl.constexpr, PACKED: gl.constexpr):
-    """Maxima [GROUPS, 4 LANES] with the row of each group's ``code`` [GROUPS, 1]; none below 0."""
-    words = gl.load(words_ptr + code.to(gl.int64) * W_ROW + w, mask=code >= 0, other=-2147450880)
-    if PACKED:
-        return _max_halves(high, words), low
-    else:
-        return gl.maximum(high, words), gl.maximum(low, words << 16)
-
-
-@gluon.jit(do_not_specialize=["num_pids", "LQ"])
+@gluon.jit(do_not_specialize=["num_pids", "keep_words", "LQ"])
 def _centroid_kept_kernel(
-    words_ptr, scale_ptr, keep_bits_ptr, codes_ptr, offsets_ptr, pids_ptr, count_ptr, out_ptr, num_pids, LQ,
+    words_ptr, scale_ptr, keep_bits_ptr, codes_ptr, offsets_ptr, pids_ptr, count_ptr, out_ptr, num_pids, keep_words, LQ,
     W_ROW: gl.constexpr, HAS_PIDS: gl.constexpr, HAS_COUNT: gl.constexpr, HAS_BASE: gl.constexpr,
-    PACKED: gl.constexpr, LANES: gl.constexpr, PER_LANE: gl.constexpr, MANY: gl.constexpr,
+    PACKED: gl.constexpr, LANES: gl.constexpr, PER_LANE: gl.constexpr,
 ):  # fmt: skip
     GROUPS: gl.constexpr = 32 // LANES
     TOKENS: gl.constexpr = LANES * PER_LANE
     # a value a lane, and a piece of a row a lane
     LANE: gl.constexpr = gl.BlockedLayout([1, 1], [GROUPS, LANES], [1, 1], [1, 0])
     ROW: gl.constexpr = gl.BlockedLayout([1, 4], [GROUPS, LANES], [1, 1], [1, 0])
+    NOTHING: gl.constexpr = -2147450880  # twice -32768
+    sample = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0])) * keep_words // 32
+    if kept_of_sample(gl.load(keep_bits_ptr + sample)) > FEW:
+        return
     n = num_pids
     if HAS_COUNT:
         n = gl.minimum(gl.load(count_ptr), num_pids)
     step = gl.num_programs(0)
     # All lanes of a group know its passage.
     lane = gl.arange(0, LANES, layout=gl.SliceLayout(0, LANE))[None, :]
-    column = gl.zeros([GROUPS, 1], gl.int32, layout=LANE)
     group = gl.arange(0, GROUPS, layout=gl.SliceLayout(1, LANE))[:, None] + lane * 0
     w = gl.arange(0, 4 * LANES, layout=gl.SliceLayout(0, ROW))[None, :]
-    ones = (
-        (2 * w < LQ).to(gl.int32)
-        + (2 * w + 1 < LQ).to(gl.int32) * 256
-        + gl.zeros([GROUPS, 4 * LANES], gl.int32, layout=ROW)
-    )
-    nothing = gl.full([GROUPS, 4 * LANES], -2147450880, gl.int32, layout=ROW)  # twice -32768
+    nothing = gl.full([GROUPS, 4 * LANES], NOTHING, gl.int32, layout=ROW)
+    ones = (2 * w < LQ).to(gl.int32) + (2 * w + 1 < LQ).to(gl.int32) * 256 + nothing * 0
     scale = gl.load(scale_ptr)
 
     # Each group has a passage, the range of its next one, and the pid of a third; the rest of the program's passages
@@ -133,27 +122,23 @@ def _centroid_kept_kernel(
         free += gl.max(gl.max(rank, 1), 0) * step
 
         kept = ()
-        number = group * 0
         for j in gl.static_range(PER_LANE):
             code = codes[j]
             bits = gl.load(keep_bits_ptr + (code >> 5), mask=code >= 0, other=0)
-            kept = kept + (gl.where(((bits >> (code & 31)) & 1) != 0, code, -1),)  # noqa: RUF005
-            number += (kept[j] >= 0).to(gl.int32)
-        if gl.sum(gl.sum(number, 1), 0) > MANY:
-            # every token's row, in the order of the passage
-            for t in gl.static_range(TOKENS):
-                row = gl.convert_layout(gl.gather(kept[t // LANES], column + t % LANES, 1), ROW, assert_trivial=True)
-                high, low = _with_row(high, low, words_ptr, row, w, W_ROW, PACKED)
-        else:
+            kept = kept + (gl.where(((bits >> (code & 31)) & 1) != 0, code, -1),)  # type: ignore[assignment]  # noqa: RUF005
+        chosen = _largest(kept)
+        while gl.max(chosen, 0) >= 0:
+            row = gl.convert_layout(chosen, gl.SliceLayout(1, ROW), assert_trivial=True)[:, None]
+            words = gl.load(words_ptr + row.to(gl.int64) * W_ROW + w, mask=row >= 0, other=NOTHING)
+            if PACKED:
+                high = _max_halves(high, words)
+            else:
+                high, low = gl.maximum(high, words), gl.maximum(low, words << 16)
+            rest = ()
+            for j in gl.static_range(PER_LANE):
+                rest = rest + (gl.where(kept[j] == chosen[:, None], -1, kept[j]),)  # type: ignore[assignment]  # noqa: RUF005
+            kept = rest
             chosen = _largest(kept)
-            while gl.max(chosen, 0) >= 0:
-                row = gl.convert_layout(chosen, gl.SliceLayout(1, ROW), assert_trivial=True)[:, None]
-                high, low = _with_row(high, low, words_ptr, row, w, W_ROW, PACKED)
-                rest = ()
-                for j in gl.static_range(PER_LANE):
-                    rest = rest + (gl.where(kept[j] == chosen[:, None], -1, kept[j]),)  # noqa: RUF005
-                kept = rest
-                chosen = _largest(kept)
 
         best = high
         if not PACKED:
@@ -165,9 +150,8 @@ def _centroid_kept_kernel(
         if HAS_BASE:
             score += gl.load(out_ptr + i, mask=writes, other=0.0)
         gl.store(out_ptr + i, score + gl.zeros_like(i).to(gl.float32), mask=writes)
-        ended = (
-            gl.convert_layout(gl.max(done.to(gl.int32), 1), gl.SliceLayout(1, ROW), assert_trivial=True)[:, None] != 0
-        )
+        ended = gl.convert_layout(gl.max(done.to(gl.int32), 1), gl.SliceLayout(1, ROW), assert_trivial=True)
+        ended = (ended != 0)[:, None]
         high, low = gl.where(ended, nothing, high), gl.where(ended, nothing << 16, low)
         i, i1, i2 = gl.where(done, i1, i), gl.where(done, i2, i1), gl.where(done, i3, i2)
         start1, left1, pid2 = gl.where(done, start2, start1), gl.where(done, left2, left1), gl.where(done, pid3, pid2)
@@ -177,10 +161,11 @@ def _centroid_kept_kernel(
 def centroid_maxsim(
     cs: CentroidScores, codes: Tensor, offsets: Tensor, pids: Tensor | None, out: Tensor, count: Tensor | None
 ) -> None:
-    """See :func:`.api.centroid_maxsim` with ``use_keep``; writes ``out`` fp32 ``[n]``."""
+    """See :func:`.api.centroid_maxsim` with ``use_keep``; writes ``out`` fp32 ``[n]`` if few centroids are kept."""
     n = out.size(0)
     if n == 0:
         return
+    assert cs.keep_bits is not None
     LQP = cs.table.size(1)
     device = out.device
     blocks = tuning.centroid_kept_blocks(tuning.arch(device), LQP)
@@ -199,6 +184,7 @@ def centroid_maxsim(
             count,
             out,
             n,
+            cs.keep_bits.numel(),
             cs.LQ - col0,
             W_ROW=LQP // 2,
             HAS_PIDS=pids is not None,
@@ -207,7 +193,6 @@ def centroid_maxsim(
             PACKED=blocks.PACKED,
             LANES=lanes,
             PER_LANE=blocks.PER_LANE,
-            MANY=blocks.MANY,
             maxnreg=65536 // (32 * blocks.programs_per_sm) // 8 * 8,
             num_warps=1,
         )

@@ -207,12 +207,12 @@ def _dense_maxsim_kernel(
     REDUCE_ASM: tl.constexpr, REDUCE_CONSTRAINTS: tl.constexpr, NT: tl.constexpr, ROWS: tl.constexpr,
     WORDS: tl.constexpr, CHUNKS: tl.constexpr, Q_REGISTERS: tl.constexpr, Q_BYTES: tl.constexpr,
     LAYOUT: tl.constexpr, HAS_PIDS: tl.constexpr, HAS_COUNT: tl.constexpr, ADD: tl.constexpr, GROUP: tl.constexpr,
-    SCALED: tl.constexpr, DIRECT: tl.constexpr, PART: tl.constexpr,
+    SCALED: tl.constexpr, DIRECT: tl.constexpr, PART: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     n = num_pids
     if HAS_COUNT:
         n = tl.minimum(tl.load(count_ptr), num_pids)
-        if n <= 0:  # nobody wrote the list then, and a walk looks ahead in it
+        if n <= 0:  # known here, the compiler needs fewer registers after it
             return
     step, end = tl.num_programs(0), n
     lane = tl.arange(0, 32)
@@ -236,16 +236,16 @@ def _dense_maxsim_kernel(
         i_y, step, end = share_of(n, programs, late, PART, GROUP)
     i_a = next_passage(i_y, step, GROUP)
     i_b = next_passage(i_a, step, GROUP)
-    pid_b = pid_at(pids_ptr, i_b, end, HAS_PIDS)
-    start_y, left_y = token_range(offsets_ptr, pid_at(pids_ptr, i_y, end, HAS_PIDS), ND, LAYOUT)
-    start_a, left_a = token_range(offsets_ptr, pid_at(pids_ptr, i_a, end, HAS_PIDS), ND, LAYOUT)
+    pid_b = pid_at(pids_ptr, i_b, end, HAS_PIDS, tl.int32)
+    start_y, left_y = token_range(offsets_ptr, pid_at(pids_ptr, i_y, end, HAS_PIDS, tl.int32), ND, LAYOUT)
+    start_a, left_a = token_range(offsets_ptr, pid_at(pids_ptr, i_a, end, HAS_PIDS, tl.int32), ND, LAYOUT)
     if DIRECT:  # after the walk, whose loads wait for each other
         q = _query_fragments(q_ptr, row, t, LQ, WORDS, NT)
     i_x, start_x, left_x = i_y, start_y, left_y
     words = _load_chunk(base, start_x, left_x, row, 0, ROWS, WORDS, ROW_BYTES)
     i_y, start_y, left_y, i_a, start_a, left_a, i_b, pid_b = advance(
         i_y, start_y, left_y, i_a, start_a, left_a, i_b, pid_b, offsets_ptr, pids_ptr, end, step, ND, HAS_PIDS, GROUP,
-        TOKENS, LAYOUT,
+        TOKENS, LAYOUT, tl.int32, AGAIN,
     )  # fmt: skip
     maxima = nothing
     while i_x < end:
@@ -280,7 +280,7 @@ def _dense_maxsim_kernel(
         i_x, start_x, left_x = i_y, start_y, left_y
         i_y, start_y, left_y, i_a, start_a, left_a, i_b, pid_b = advance(
             i_y, start_y, left_y, i_a, start_a, left_a, i_b, pid_b, offsets_ptr, pids_ptr, end, step, ND, HAS_PIDS,
-            GROUP, TOKENS, LAYOUT,
+            GROUP, TOKENS, LAYOUT, tl.int32, AGAIN,
         )  # fmt: skip
 
 
@@ -403,6 +403,7 @@ def dense_maxsim(
             SCALED=factor is not None,
             DIRECT=direct,
             PART=part,
+            AGAIN=layout == "fixed" and kind == "tf32",
             maxnreg=launch.maxnreg,
             num_warps=1,
         )

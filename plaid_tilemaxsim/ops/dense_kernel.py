@@ -44,11 +44,11 @@ def _tile_best(
 ):  # fmt: skip
     """Maxima over tokens t.. of one passage, fp32 [BLOCK_Q]."""
     tok = t + tl.arange(0, BLOCK_N)
-    row = (start + tok) * DIM
+    base = D_ptr + start * DIM
     s = tl.zeros([BLOCK_N, BLOCK_Q], dtype=tl.float32)
     for k in tl.static_range(PIECES):
         d = k * BLOCK_D + tl.arange(0, BLOCK_D)
-        at = D_ptr + row[:, None] + d[None, :]
+        at = base + (tok * DIM)[:, None] + d[None, :]
         # [BLOCK_N, BLOCK_D]
         if FULL and DIM % BLOCK_D == 0:
             e = tl.load(at)
@@ -204,6 +204,7 @@ def dense_maxsim(
                 STAGES=blocks.num_stages,
                 GROUP=4 if late else 1,
                 PART=part,
+                maxnreg=blocks.maxnreg,
                 num_warps=blocks.num_warps,
                 num_stages=blocks.num_stages,
             )

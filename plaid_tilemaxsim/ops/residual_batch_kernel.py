@@ -208,8 +208,6 @@ def _residual_batch_kernel(
     n = num_pids
     if HAS_COUNT:
         n = tl.minimum(tl.load(count_ptr), num_pids)
-        if n <= 0:  # nobody wrote the list then, and a walk looks ahead in it
-            return
     step = tl.num_programs(0)
     lane = tl.arange(0, 32)
     row, t = lane // 4, lane % 4

@@ -392,8 +392,6 @@ def _residual_maxsim_kernel(
     n = num_pids
     if HAS_COUNT:
         n = tl.minimum(tl.load(count_ptr), num_pids)
-        if n <= 0:  # nobody wrote the list then, and a walk looks ahead in it
-            return
     step = tl.num_programs(0)
     lane = tl.arange(0, 32)
     row, t = lane // 4, lane % 4
@@ -426,21 +424,23 @@ def _residual_maxsim_kernel(
         residuals_at = residuals_at + ((residuals_ptr + LOADS_AT[k] + t * LOADS[k]).to(tl.int64),)  # type: ignore[assignment]
 
     # The walk: tile x is computed, y is being loaded, of z the codes; passage a comes after z's, b after a.
-    i_z, start_z, left_z, i_a, start_a, left_a, i_b, pid_b = first_tile(offsets_ptr, pids_ptr, n, step, HAS_PIDS, GROUP)
+    i_z, start_z, left_z, i_a, start_a, left_a, i_b, pid_b = first_tile(
+        offsets_ptr, pids_ptr, n, step, HAS_PIDS, GROUP, tl.int32
+    )
     i_x, left_x = i_z, left_z
     tokens = tile_tokens(start_z, left_z, row)
     codes = load(codes_at, tokens[0], 4, "b32", 1) + load(codes_at, tokens[1], 4, "b32", 1)
     x = _load_tile(tokens, codes, table_at, residuals_at, inv_norms_at, NT, LOADS, LQP, ROW_BYTES, INV_BYTES)
     i_z, start_z, left_z, i_a, start_a, left_a, i_b, pid_b = advance(
         i_z, start_z, left_z, i_a, start_a, left_a, i_b, pid_b,
-        offsets_ptr, pids_ptr, n, step, 0, HAS_PIDS, GROUP, 16, "packed",
+        offsets_ptr, pids_ptr, n, step, 0, HAS_PIDS, GROUP, 16, "packed", tl.int32,
     )  # fmt: skip
     i_y, left_y = i_z, left_z
     tokens = tile_tokens(start_z, left_z, row)
     codes = load(codes_at, tokens[0], 4, "b32", 1) + load(codes_at, tokens[1], 4, "b32", 1)
     i_z, start_z, left_z, i_a, start_a, left_a, i_b, pid_b = advance(
         i_z, start_z, left_z, i_a, start_a, left_a, i_b, pid_b,
-        offsets_ptr, pids_ptr, n, step, 0, HAS_PIDS, GROUP, 16, "packed",
+        offsets_ptr, pids_ptr, n, step, 0, HAS_PIDS, GROUP, 16, "packed", tl.int32,
     )  # fmt: skip
     maxima = nothing
     while i_x < n:
@@ -480,7 +480,7 @@ def _residual_maxsim_kernel(
             i_y, left_y = i_z, left_z
             i_z, start_z, left_z, i_a, start_a, left_a, i_b, pid_b = advance(
                 i_z, start_z, left_z, i_a, start_a, left_a, i_b, pid_b,
-                offsets_ptr, pids_ptr, n, step, 0, HAS_PIDS, GROUP, 16, "packed",
+                offsets_ptr, pids_ptr, n, step, 0, HAS_PIDS, GROUP, 16, "packed", tl.int32,
             )  # fmt: skip
 
 

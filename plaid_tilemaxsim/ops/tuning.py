@@ -135,25 +135,23 @@ def centroid_blocks(arch: int, LQP: int) -> CentroidBlocks:
 class CentroidKeptBlocks:
     BLOCK_Q: int
     PER_LANE: int  # codes that a lane looks at together
-    MANY: int  # of a warp's codes that are kept: from more on every row is fetched
     PACKED: bool
     programs_per_sm: int
 
 
-@tunable("centroid_kept", PER_LANE=(4, 8, 12), MANY=(16, 24, 48), programs_per_sm=(12, 16, 20, 24, 32))
+@tunable("centroid_kept", PER_LANE=(4, 8, 12), programs_per_sm=(12, 16, 20, 24, 32))
 def centroid_kept_blocks(arch: int, LQP: int) -> CentroidKeptBlocks:
     """``centroid_kept_kernel``: single-warp programs, with as many registers as leave room for that number of them."""
     return CentroidKeptBlocks(
         BLOCK_Q=min(LQP, 64),
         PER_LANE=8,
-        MANY=24,
         PACKED=arch >= 90,
         programs_per_sm=24 if arch in (80, 90, 100) else 16,
     )
 
 
 def centroid_kept_is_fast(arch: int) -> bool:
-    """Whether centroid-only MaxSim over kept tokens runs ``centroid_kept_kernel`` (Gluon) or ``centroid_kernel``."""
+    """Whether centroid-only MaxSim over kept tokens runs ``centroid_kept_kernel`` (Gluon) where few are kept."""
     return _runs_gluon() and arch >= 80
 
 
@@ -426,6 +424,7 @@ class DenseBlocks:
     num_warps: int
     num_stages: int
     programs_per_sm: int
+    maxnreg: int | None
 
 
 # Shared memory of one multiprocessor left to tiles in flight, in bytes (CUDA C++ programming guide, less a reserve).
@@ -449,7 +448,9 @@ def dense_blocks(
     columns: 128 x 128 tiles and 4 warps read fixed lengths at the limit; ragged passages (mean 68) do better in
     single-warp programs with 32-row tiles. Wider rows need the query in shared memory: 4 warps.
     """
-    BLOCK_D = dim_block(DIM, 256 // itemsize)
+    # fp32 outside the tensor core keeps the query in registers: of wide rows the compiler can place pieces of 32
+    wide = precision == "ieee" and itemsize == 4 and DIM > 512
+    BLOCK_D = dim_block(DIM, 32 if wide else 256 // itemsize)
     # tf32x3 keeps both parts of its operands
     row = -(-DIM // BLOCK_D) * BLOCK_D * itemsize * (2 if itemsize == 4 and precision == "tf32x3" else 1)
     budget = _SHARED_BYTES.get(arch, _SHARED_BYTES_SMALL)
@@ -460,13 +461,12 @@ def dense_blocks(
     LQP = min(columns, max(16, 1 << (LQ - 1).bit_length()))
     BLOCK_Q = LQP * (min(1 << (NQ - 1).bit_length(), columns // LQP) if LQ <= LQP else 1)
     narrow = itemsize == 2 and row <= 256 and BLOCK_Q <= 32
-    wide = itemsize == 4 and precision == "ieee" and row > 2048  # larger tiles and more of them spill
     if narrow and fixed_length is None:
         num_warps, programs, largest = 1, 8, 32
     else:
-        num_warps, programs, largest = 4, 2, 128 if narrow else 64
+        num_warps, programs, largest = 8 if arch == 100 and BLOCK_Q > 64 else 4, 2, 128 if narrow else 64
         if itemsize == 4 and (arch < 90 or precision == "ieee"):
-            largest = 16 if wide else 32
+            largest = 32
         if fixed_length is not None:
             largest = min(largest, max(32, 1 << (fixed_length - 1).bit_length()))
 
@@ -475,7 +475,7 @@ def dense_blocks(
         query = row * BLOCK_Q if arch >= 90 and num_warps > 1 and BLOCK_N >= 64 else 0
         return stages * BLOCK_N * row + query
 
-    tiles = [(n, stages) for n in (128, 64, 32, 16) if n <= largest for stages in ((2,) if wide else (3, 2))]
+    tiles = [(n, stages) for n in (128, 64, 32, 16) if n <= largest for stages in (3, 2)]
     if fixed_length is not None and 256 < row <= 768 and (arch == 90 or largest >= 64):
         # measured on an H200 (sm_90) for DIM 256 and 384 in fp16 and 128 in fp32: one program with four tiles in flight
         tiles.insert(0, (64, 4))
@@ -485,4 +485,4 @@ def dense_blocks(
             f"precision: expected ieee or tf32 for fp32 with DIM {DIM} on sm_{arch} (shared memory), got {precision}"
         )
     programs = max(1, min(programs, budget // shared_bytes(*tile)))
-    return DenseBlocks(LQP, tile[0], BLOCK_Q, BLOCK_D, num_warps, tile[1], programs)
+    return DenseBlocks(LQP, tile[0], BLOCK_Q, BLOCK_D, num_warps, tile[1], programs, maxnreg=255 if wide else None)

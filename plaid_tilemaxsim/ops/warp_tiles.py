@@ -200,11 +200,15 @@ def share_of(n, programs, late, PART: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def pid_at(pids_ptr, i, n, HAS_PIDS: tl.constexpr):
-    """Passage number i of a list that is not empty, int32; past the end the last one."""
-    pid = tl.maximum(tl.minimum(i, n - 1), 0)
+def pid_at(pids_ptr, i, n, HAS_PIDS: tl.constexpr, INDEX: tl.constexpr = tl.int64):
+    """Passage number i of the list, as INDEX; past the end the last one, of an empty list passage 0.
+
+    INDEX: int32 or int64, whichever the compiler needs fewer registers for in a kernel.
+    """
+    pid = tl.maximum(tl.minimum(i, n - 1), 0).to(INDEX)
     if HAS_PIDS:
-        pid = tl.load(pids_ptr + pid).to(tl.int32)
+        # nobody wrote the list when count is 0, and a walk looks ahead before it knows
+        pid = tl.load(pids_ptr + pid, mask=n > 0, other=0).to(INDEX)
     return pid
 
 
@@ -231,14 +235,16 @@ def token_range(offsets_ptr, pid, ND, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def first_tile(offsets_ptr, pids_ptr, n, step, HAS_PIDS: tl.constexpr, GROUP: tl.constexpr):
+def first_tile(
+    offsets_ptr, pids_ptr, n, step, HAS_PIDS: tl.constexpr, GROUP: tl.constexpr, INDEX: tl.constexpr = tl.int64
+):  # fmt: skip
     """Where a program's walk over packed passages starts, in the form of :func:`advance`."""
     i = tl.program_id(0) * GROUP
     i_a = next_passage(i, step, GROUP)
     i_b = next_passage(i_a, step, GROUP)
-    pid_b = pid_at(pids_ptr, i_b, n, HAS_PIDS)
-    start, left = token_range(offsets_ptr, pid_at(pids_ptr, i, n, HAS_PIDS), 0, "packed")
-    start_a, left_a = token_range(offsets_ptr, pid_at(pids_ptr, i_a, n, HAS_PIDS), 0, "packed")
+    pid_b = pid_at(pids_ptr, i_b, n, HAS_PIDS, INDEX)
+    start, left = token_range(offsets_ptr, pid_at(pids_ptr, i, n, HAS_PIDS, INDEX), 0, "packed")
+    start_a, left_a = token_range(offsets_ptr, pid_at(pids_ptr, i_a, n, HAS_PIDS, INDEX), 0, "packed")
     return i, start, left, i_a, start_a, left_a, i_b, pid_b
 
 
@@ -246,19 +252,23 @@ def first_tile(offsets_ptr, pids_ptr, n, step, HAS_PIDS: tl.constexpr, GROUP: tl
 def advance(
     i, start, left, i_a, start_a, left_a, i_b, pid_b, offsets_ptr, pids_ptr, n, step, ND,
     HAS_PIDS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, LAYOUT: tl.constexpr,
+    INDEX: tl.constexpr = tl.int64, AGAIN: tl.constexpr = False,
 ):  # fmt: skip
-    """The next tile: TOKENS on, or the start of passage a; then b becomes a and its successor's pid is loaded."""
+    """The next tile: TOKENS on, or the start of passage a; then b becomes a and its successor's pid is loaded.
+
+    AGAIN: passage a's range is made again from its number, which takes fewer registers where nothing has to be loaded.
+    """
     if left > TOKENS:
         start += TOKENS
         left -= TOKENS
     else:
         i, start, left = i_a, start_a, left_a
-        if LAYOUT == "fixed":  # costs less to make again than to keep
-            start, left = token_range(offsets_ptr, pid_at(pids_ptr, i_a, n, HAS_PIDS), ND, LAYOUT)
+        if AGAIN:
+            start, left = token_range(offsets_ptr, pid_at(pids_ptr, i_a, n, HAS_PIDS, INDEX), ND, LAYOUT)
         i_a = i_b
         start_a, left_a = token_range(offsets_ptr, pid_b, ND, LAYOUT)
         i_b = next_passage(i_b, step, GROUP)
-        pid_b = pid_at(pids_ptr, i_b, n, HAS_PIDS)
+        pid_b = pid_at(pids_ptr, i_b, n, HAS_PIDS, INDEX)
     return i, start, left, i_a, start_a, left_a, i_b, pid_b
 
 

@@ -49,7 +49,7 @@ def launch(request, tmp_path_factory):
     return file.read_text(), LQ, listed
 
 
-@pytest.mark.parametrize("share", [0.0, 0.04, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.04, 0.1, 0.3])
 @pytest.mark.parametrize("programs", [1, 3])
 def test_ptx(launch, share, programs):
     ptx, LQ, listed = launch
@@ -57,11 +57,13 @@ def test_ptx(launch, share, programs):
     LQP = api.padded_query_length(LQ)
     table = g.integers(-32767, 32768, (C + 1, LQP)).astype(np.int16)
     table[C] = -32768
-    keep = g.random(C) < share
+    keep = np.arange(C) % 25 < 25 * share
     bits = np.packbits(np.pad(keep, (0, -C % 32)), bitorder="little").view(np.int32)
     offsets = np.cumsum([0, *MANY]).astype(np.int64)
     codes = g.integers(0, C, offsets[-1]).astype(np.int32)
     codes[:300] = codes[0]  # what occurs twice in a group is dropped at once
+    if share == 0.1:  # few centroids, many tokens
+        codes[::2] = g.choice(np.flatnonzero(keep), len(codes[::2]))
     scale = np.full(1, 1e-3, np.float32)
     pids = g.permutation(len(MANY)).astype(np.int32)
     count = len(pids) - 2 if listed else len(pids)
@@ -71,30 +73,38 @@ def test_ptx(launch, share, programs):
     at_words, at_scale, at_bits, at_codes, at_offsets, at_pids, at_count, at_out = map(memory.add, arrays)
     params = [at_words, at_scale, at_bits, at_codes, at_offsets]
     params += [at_pids, at_count] if listed else []
-    params += [at_out, len(pids), LQ, 0, 0]
+    params += [at_out, len(pids), len(bits), LQ, 0, 0]
     for program in range(programs):
         Program(ptx, memory, params, (program, programs), 1, 0).run()
     want = expected(table, scale[0], keep, codes, offsets, LQ)[pids if listed else slice(None)]
+    if share > 0.2:  # the other kernel's
+        count = 0
     np.testing.assert_array_equal(out[:count], want[:count])
     assert (out[count:] == 7.0).all()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("per_lane", "many"), [(2, 8), (4, 1000), (4, 0), (8, 32)])
+@pytest.mark.parametrize("per_lane", [2, 4, 8, 12])
 @pytest.mark.parametrize("LQ", [1, 16, 32, 40, 64, 130])
-def test_equals_the_portable_kernel(LQ, per_lane, many, device, monkeypatch):
+def test_equals_the_portable_kernel(LQ, per_lane, device, monkeypatch):
     from plaid_tilemaxsim.ops import centroid_kept_kernel
 
-    c = make_collection(device, LQ, 64, lengths=LENGTHS * 40)
+    c = make_collection(device, LQ, 64, C=2000, lengths=LENGTHS * 40)
     chosen = tuning.centroid_kept_blocks(90, api.padded_query_length(LQ))
-    other = tuning.CentroidKeptBlocks(chosen.BLOCK_Q, per_lane, many, chosen.PACKED, 2)
+    other = tuning.CentroidKeptBlocks(chosen.BLOCK_Q, per_lane, chosen.PACKED, 2)
     monkeypatch.setattr(tuning, "centroid_kept_blocks", lambda arch, LQP: other)
     pids = torch.randperm(len(c.offsets) - 1, device=device).int()
     count = torch.tensor([len(pids) - 5], dtype=torch.int32, device=device)
-    for threshold in (-2.0, 0.1, 0.3, 2.0):
-        cs = c.centroid_scores(threshold)
+    best = (c.centroids.float() @ c.Q.T).amax(1).sort(descending=True).values
+    for share in (0.0, 0.01, 0.05, 0.3, 1.0):
+        cs = c.centroid_scores(float(best[int(share * 1999)]))
         for listed, n in ((None, None), (pids, count)):
-            got, want = (poisoned(len(pids), device) for _ in range(2))
+            got, rest, want, either = (poisoned(len(pids), device) for _ in range(4))
             centroid_kept_kernel.centroid_maxsim(cs, c.codes, c.offsets, listed, got, n)
+            centroid_kernel.centroid_maxsim(cs, c.codes, c.offsets, listed, True, rest, n, unless_few=True)
             centroid_kernel.centroid_maxsim(cs, c.codes, c.offsets, listed, True, want, n)
-            assert torch.equal(got.view(torch.int32), want.view(torch.int32))
+            api.centroid_maxsim(cs, c.codes, c.offsets, listed, True, either, n, impl="triton")
+            scored, untouched = (got, rest) if share < 0.2 else (rest, got)
+            assert torch.equal(scored.view(torch.int32), want.view(torch.int32))
+            assert torch.equal(either.view(torch.int32), want.view(torch.int32))
+            assert untouched.isnan().all()

@@ -8,7 +8,8 @@ and if the same check rejects the answers of another query. Figures:
 
     latency_ratio        median of a search in mode plaid on all devices over that on one: the worst k
     exhaustive_scaling   median of a scan of the whole index on one device over that on all
-    batch_scaling        queries a second of batches over replicas, one a device, over those on one device
+    batch_scaling        queries a second of batches over replicas, one a device, over those on one device: of the first
+                         size of --batch, and of every size as batch_scaling_SIZE
 
 The detail says where a sharded search in mode plaid spends its time: ``host_us``, microseconds of the host between the
 steps of one search; ``device_us``, each graph by itself on its device, launched before it may start; ``alone_us``, each
@@ -166,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--devices", required=True, help="GPU numbers or cpu, with commas; the first one is also alone")
     parser.add_argument("--placement", default="auto", choices=["auto", "gpu", "host", "disk"])
     parser.add_argument("--k", type=int, nargs="+", default=[10, 100, 1000])
-    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1024, 256], help="queries (default: %(default)s)")
     parser.add_argument("--queries-timed", type=int, default=50)
     parser.add_argument("--queries-checked", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
@@ -214,9 +215,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(name, {what: detail[name].get(what) for what in ("host_us", "device_us", "alone_us")}, flush=True)
         print(name, {e: round(statistics.median(ms), 4) for e, ms in times.items()}, flush=True)
 
-    batch, params = queries[torch.arange(args.batch) % len(queries)], with_defaults(args.k[0])
-    shards_ms = in_turns(engines, lambda e: [timed(e.search_batch, batch, params)], args.repeats)
-    figures["batch_qps_shards"] = args.batch / statistics.median(shards_ms["shards"]) * 1e3
+    params = with_defaults(args.k[0])
+    batches = [queries[torch.arange(size) % len(queries)] for size in args.batch]
+    shards_ms = in_turns(engines, lambda e: [timed(e.search_batch, batches[0], params)], args.repeats)
+    figures["batch_qps_shards"] = args.batch[0] / statistics.median(shards_ms["shards"]) * 1e3
     several.close()
     del several, engines
     gc.collect()
@@ -224,32 +226,36 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, params in modes.items():
         problems += [f"replicas: {name}: {what}" for what in differences(one, copies, checked, params)]
     params = with_defaults(args.k[0])
-    if not all(map(same, copies.search_batch(batch, params), one.search_batch(batch, params))):
-        problems.append("replicas: a large batch")
     both = {"one": one, "replicas": copies}
-    batch_ms = in_turns(both, lambda e: [timed(e.search_batch, batch, params)], args.repeats)
-    for engine, ms in batch_ms.items():
-        figures[f"batch_qps_{engine}"] = args.batch / statistics.median(ms) * 1e3
+    for batch in reversed(batches):  # the first one's figures stay
+        size = len(batch)
+        if not all(map(same, copies.search_batch(batch, params), one.search_batch(batch, params))):
+            problems.append(f"replicas: a batch of {size}")
+        batch_ms = in_turns(both, lambda e: [timed(e.search_batch, batch, params)], args.repeats)  # noqa: B023
+        qps = {engine: size / statistics.median(ms) * 1e3 for engine, ms in batch_ms.items()}
+        figures |= {f"batch_qps_{engine}": value for engine, value in qps.items()}
+        figures["batch_scaling"] = figures[f"batch_scaling_{size}"] = qps["replicas"] / qps["one"]
+        # What each replica gets of it, by itself: beyond the longest, the batch takes what they cost each other.
+        shares = [
+            statistics.median(timed(engine.search_batch, part, params) for _ in range(args.repeats + 1))
+            for engine, part in zip(copies.engines, batch.tensor_split(len(copies.engines)))
+        ]
+        detail["batch"] = detail[f"batch_{size}"] = {
+            "queries": size, "k": args.k[0], **{e: summary(ms) for e, ms in batch_ms.items()}, "shares_ms": shares,
+        }  # fmt: skip
+        print(f"batch of {size}", qps, "shares", shares, flush=True)
     if places[0].type == "cuda":
         with ThreadPoolExecutor(len(copies.engines)) as pool:
             each = list(pool.map(lambda engine: launch(engine, batch, params), copies.engines))
         detail["launch"] = {"alone": [launch(engine, batch, params) for engine in copies.engines], "at_once": each}
         detail["peers"] = [torch.cuda.can_device_access_peer(a, b) for a in places for b in places if a != b]
         print("launch", detail["launch"], "peers", detail["peers"], flush=True)
-    detail["batch"] = {"queries": args.batch, "k": args.k[0], **{e: summary(ms) for e, ms in batch_ms.items()}}
-    # What each replica gets of it, by itself: beyond the longest, the batch takes what they cost each other.
-    shares = zip(copies.engines, batch.tensor_split(len(copies.engines)))
-    detail["batch"]["shares_ms"] = [
-        statistics.median(timed(engine.search_batch, part, params) for _ in range(args.repeats + 1))
-        for engine, part in shares
-    ]
 
     ratios = {k: figures[f"plaid_k{k}_p50_ms_shards"] / figures[f"plaid_k{k}_p50_ms_one"] for k in args.k}
     figures |= {f"latency_ratio_k{k}": ratio for k, ratio in ratios.items()}
     figures["latency_ratio"] = max(ratios.values())
     figures["rerank_scaling"] = figures["rerank_p50_ms_one"] / figures["rerank_p50_ms_shards"]
     figures["exhaustive_scaling"] = figures["exhaustive_p50_ms_one"] / figures["exhaustive_p50_ms_shards"]
-    figures["batch_scaling"] = figures["batch_qps_replicas"] / figures["batch_qps_one"]
     conclude(
         {
             "problems": problems[:40],

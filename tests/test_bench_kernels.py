@@ -39,6 +39,7 @@ def stubs(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(clock.Clock, "__call__", timed)
     monkeypatch.setattr(data, "MEAN_LENGTH", 12)
+    monkeypatch.setattr(compressed, "FEW_KEPT", 0.1)  # of as few tokens some
     # one point of each sweep
     for name in ("LENGTHS", "TOKENS", "DIMS", "RESIDUAL_DIMS"):
         monkeypatch.setattr(sweeps, name, getattr(sweeps, name)[1:2])

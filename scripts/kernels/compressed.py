@@ -12,16 +12,16 @@ from torch import Tensor
 
 from plaid_tilemaxsim.engine import SearchEngine, with_defaults
 from plaid_tilemaxsim.index.resident import ResidentIndex
-from plaid_tilemaxsim.ops import api, reference
+from plaid_tilemaxsim.ops import api, centroid_kernel, reference
 
 from . import peers
-from .bench import Bench, Shape
+from .bench import OURS, Bench, Shape
 from .check import Check, batch_budget, centroid_budget, pq_budget, residual_budget, residual_fp32_budget, sample
 from .data import Data, unit_rows
 
 LQ, DIM = 32, 128
 QUERIES = 8  # that share a decode
-KEPT = 0.2  # share of the centroids above the threshold in the thresholded row
+KEPT, FEW_KEPT = 0.2, 0.02  # shares of the centroids above the threshold in the thresholded rows
 MS = (8, 16, 32)
 RESULTS = 100
 # Passages that a search of mode plaid scores in fp32, at k = 10, 100 and 1000; and lists of them in one run.
@@ -201,7 +201,32 @@ def run_centroid(bench: Bench) -> None:
         cs = api.centroid_scores(data.Q, data.centroids, threshold, impl="triton")
         want = reference.centroid_maxsim(data.Q, data.codes, data.centroids, data.offsets, chosen, threshold)
         centroid_case(bench, "thresholded", data, cs, want, chosen)
+    if bench.wants("few kept"):
+        few_kept_case(bench, data)
     bench.forget()
+
+
+def few_kept_case(bench: Bench, data: Data) -> None:
+    """A list of passages that lie apart, as mode plaid prunes it, by both kernels."""
+    N = data.offsets.numel() - 1
+    pids = torch.arange(0, N, 8 if N > 1000 else 1, dtype=torch.int32, device=bench.device)
+    tokens = int((data.offsets[1:] - data.offsets[:-1])[pids.long()].sum())
+    threshold = threshold_between(data, FEW_KEPT)
+    cs = api.centroid_scores(data.Q, data.centroids, threshold, impl="triton")
+    chosen = sample(len(pids), bench.device)
+    want = reference.centroid_maxsim(data.Q, data.codes, data.centroids, data.offsets, pids[chosen].long(), threshold)
+    check = Check(want, chosen, centroid_budget(data))
+    shape = Shape("centroid", "few kept", len(data.Q), data.Q.size(1), "int16 table", len(pids), tokens,
+                  4 * tokens + 20 * len(pids))  # fmt: skip
+    out = torch.full((len(pids),), math.nan, device=bench.device)
+    run = partial(api.centroid_maxsim, cs, data.codes, data.offsets, pids, True, out, impl="triton")
+    bench.ours(shape, run, check)
+
+    def every_row() -> Tensor:
+        centroid_kernel.centroid_maxsim(cs, data.codes, data.offsets, pids, True, out, None)
+        return out
+
+    bench.ours(shape, every_row, check, kernel=f"{OURS}, every row")
 
 
 def scores_case(bench: Bench, data: Data) -> None:
@@ -320,7 +345,7 @@ def run_exhaustive(bench: Bench) -> None:
 
 CASES: dict[str, tuple[str, ...]] = {
     "residual": ("fp32", "2 bits", "1 bits", "4 bits"),
-    "centroid": ("scores", "every token", "thresholded"),
+    "centroid": ("scores", "every token", "thresholded", "few kept"),
     "pq": tuple(f"m{M}" for M in MS),
     "exhaustive": ("exhaustive",),
 }

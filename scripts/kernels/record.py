@@ -83,6 +83,8 @@ def figures(rows: Iterable[Row]) -> dict[str, float]:
         put(f"residual_fp32_us_{n}", lambda n=n: 1e3 / LISTS * ours("residual", f"fp32, {n} passages")["ms"])
     put("centroid_gtok", of, "gtok_s", "centroid", "every token")
     put("centroid_thresholded_gtok", of, "gtok_s", "centroid", "thresholded")
+    put("centroid_kept_gtok", of, "gtok_s", "centroid", "few kept")
+    put("centroid_kept_every_row_gtok", lambda: ours("centroid", "few kept", f"{OURS}, every row")["gtok_s"])
     put("centroid_over_best_peer", over_best_peer, "centroid", "every token")
     put("centroid_scores_ms", of, "ms", "centroid", "scores")
     for M in MS:

@@ -119,7 +119,8 @@ def _centroid_kept_kernel(
         rank = gl.associative_scan(done.to(gl.int32), 0, _add)
         i3 = free + (rank - 1) * step
         pid3 = _pid(pids_ptr, gl.where(done, i3, n), n, HAS_PIDS)
-        free += gl.max(gl.max(rank, 1), 0) * step
+        # not past n: groups without a passage go on asking while another one is in a long passage
+        free = gl.minimum(free + gl.max(gl.max(rank, 1), 0) * step, n)
 
         kept = ()
         for j in gl.static_range(PER_LANE):

@@ -16,6 +16,7 @@ from tests.ops.ragged import LENGTHS, make_collection, poisoned
 
 C = 150
 MANY = LENGTHS * 3  # several rounds of all groups of a program
+SCALE = np.full(1, 1e-3, np.float32)
 
 
 def expected(table, scale, keep, codes, offsets, LQ):
@@ -49,38 +50,72 @@ def launch(request, tmp_path_factory):
     return file.read_text(), LQ, listed
 
 
+def scored(launch, table, keep, codes, offsets, pids, count, programs, of=None, first=0):
+    """out fp32, at first 7, after programs 0 .. programs - 1 of ``of``; the codes before ``first`` are not there."""
+    ptx, LQ, listed = launch
+    bits = np.packbits(np.pad(keep, (0, -len(keep) % 32)), bitorder="little").view(np.int32)
+    out = np.full(len(pids), 7.0, np.float32)
+    memory = Memory()
+    arrays = table, SCALE, bits, codes, offsets + first, pids, np.array([count], np.int32), out
+    at_words, at_scale, at_bits, at_codes, at_offsets, at_pids, at_count, at_out = map(memory.add, arrays)
+    params = [at_words, at_scale, at_bits, at_codes - 4 * first, at_offsets]
+    params += [at_pids, at_count] if listed else []
+    params += [at_out, len(pids), len(bits), LQ, 0, 0]
+    for program in range(programs):
+        Program(ptx, memory, params, (program, of or programs), 1, 0).run()
+    return out
+
+
+def random_table(g, LQ):
+    table = g.integers(-32767, 32768, (C + 1, api.padded_query_length(LQ))).astype(np.int16)
+    table[C] = -32768
+    return table
+
+
 @pytest.mark.parametrize("share", [0.0, 0.04, 0.1, 0.3])
 @pytest.mark.parametrize("programs", [1, 3])
 def test_ptx(launch, share, programs):
-    ptx, LQ, listed = launch
+    _, LQ, listed = launch
     g = np.random.default_rng(LQ)
-    LQP = api.padded_query_length(LQ)
-    table = g.integers(-32767, 32768, (C + 1, LQP)).astype(np.int16)
-    table[C] = -32768
+    table = random_table(g, LQ)
     keep = np.arange(C) % 25 < 25 * share
-    bits = np.packbits(np.pad(keep, (0, -C % 32)), bitorder="little").view(np.int32)
     offsets = np.cumsum([0, *MANY]).astype(np.int64)
     codes = g.integers(0, C, offsets[-1]).astype(np.int32)
     codes[:300] = codes[0]  # what occurs twice in a group is dropped at once
     if share == 0.1:  # few centroids, many tokens
         codes[::2] = g.choice(np.flatnonzero(keep), len(codes[::2]))
-    scale = np.full(1, 1e-3, np.float32)
     pids = g.permutation(len(MANY)).astype(np.int32)
     count = len(pids) - 2 if listed else len(pids)
-    out = np.full(len(pids), 7.0, np.float32)
-    memory = Memory()
-    arrays = table, scale, bits, codes, offsets, pids, np.array([count], np.int32), out
-    at_words, at_scale, at_bits, at_codes, at_offsets, at_pids, at_count, at_out = map(memory.add, arrays)
-    params = [at_words, at_scale, at_bits, at_codes, at_offsets]
-    params += [at_pids, at_count] if listed else []
-    params += [at_out, len(pids), len(bits), LQ, 0, 0]
-    for program in range(programs):
-        Program(ptx, memory, params, (program, programs), 1, 0).run()
-    want = expected(table, scale[0], keep, codes, offsets, LQ)[pids if listed else slice(None)]
+    out = scored(launch, table, keep, codes, offsets, pids, count, programs)
+    want = expected(table, SCALE[0], keep, codes, offsets, LQ)[pids if listed else slice(None)]
     if share > 0.2:  # the other kernel's
         count = 0
     np.testing.assert_array_equal(out[:count], want[:count])
     assert (out[count:] == 7.0).all()
+
+
+@pytest.mark.parametrize("first", [0, 2**31 - 100, 2**33])
+def test_ptx_one_long_passage(launch, first):
+    """Of a large index; the other groups have none. That many programs are not launched, but count as far soon."""
+    _, LQ, _ = launch
+    g = np.random.default_rng(LQ)
+    table = random_table(g, LQ)
+    keep = np.arange(C) % 25 < 1
+    offsets = np.array([0, 1500, 1501], np.int64)
+    codes = g.integers(0, C, 1501).astype(np.int32)
+    out = scored(launch, table, keep, codes, offsets, np.arange(2, dtype=np.int32), 2, 1, 1 << 24, first)
+    assert out.tolist() == [expected(table, SCALE[0], keep, codes, offsets, LQ)[0], 7.0]
+
+
+@pytest.mark.parametrize("count", [0, -3])
+def test_ptx_nothing_to_score(launch, count):
+    """The list and its ranges may be anything."""
+    _, LQ, listed = launch
+    keep, offsets = np.zeros(C, bool), np.full(4, 1 << 40, np.int64)
+    if listed:
+        pids = np.full(3, 1 << 30, np.int32)
+        table = random_table(np.random.default_rng(0), LQ)
+        assert (scored(launch, table, keep, np.zeros(1, np.int32), offsets, pids, count, 1) == 7.0).all()
 
 
 @pytest.mark.gpu

@@ -196,8 +196,10 @@ class Batcher:
         finally:
             with self._changed:
                 self._changed.wait_for(lambda: not self._searching)
-                self._encoding, self._searching = False, len(batch)
+                self._encoding, self._searching = False, len(batch) if encoded else 0
                 self._wake()
+        if not encoded:  # hence nothing to search: the other thread may be at that
+            return
         try:
             for part, encoding in encoded:
                 self._answer(part, encoding)

@@ -392,6 +392,25 @@ class TestBatcher:
         assert batcher.submit(queries("gg"))[0].result(30).pids == [2]
         assert gate.asked.get(timeout=30) == ["gg"]
 
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+    def test_a_thread_that_ends_does_not_stop_the_other(self, gate):
+        """Nor keep ``close`` from returning; /health says that it is gone."""
+
+        def observe(size, seconds):
+            if size == 1:
+                raise RuntimeError("not observed")
+
+        gate.open.set()
+        batcher = serve.Batcher(gate.encode, gate.search, Limits(), observe)
+        batcher.submit(queries("a"))
+        while batcher.healthy:
+            time.sleep(0.001)
+        assert [future.result(30).pids for future in batcher.submit(queries("bb", "ccc"))] == [[2], [3]]
+        closing = threading.Thread(target=batcher.close, daemon=True)
+        closing.start()
+        closing.join(30)
+        assert not closing.is_alive()
+
     @pytest.mark.parametrize("stage", ["idle", "encoded", "searched", "both"])
     def test_close_answers_what_waits(self, gate, batcher, stage):
         """Wherever the batches are when it comes."""

@@ -61,11 +61,13 @@ class Replicas(SearchEngine):
         work = list(zip(self.engines, parts))
         if self._runs_ahead and all(value is None for name, value in filters.items() if name != "watch"):
             self._check_ncells(params, given=False)
+            answers = []
             try:
                 answers = self._in_steps(work, params)
             except torch.OutOfMemoryError as error:
                 log.warning("%s; one replica after the other", faults.first_line(error))
-                answers = [engine._checked_batch(part, params) for engine, part in work]
+            # not while the error is handled: it keeps what was allocated
+            answers = answers or [engine._checked_batch(part, params) for engine, part in work]
         else:
             answers = self._in_threads(work, params, filters)
         return [one for part in answers for one in part]

@@ -10,9 +10,9 @@ There the cuts are made as one device makes them. That is the only exchange, not
 costs is up to four times as many exact scores, of a few thousand passages at most with stock's parameters; where
 reading them takes long, a shard leaves out those that it can tell no merge will keep.
 One host thread launches everything: a CUDA graph a device, the copies, the graph of the merge, and one wait. For one
-query in host memory that is a single launch: the shards' graphs fetch it from pinned memory and leave their rows there,
-the merge's reads those, and all are parts of one graph. A copy from device to device would depend on how the
-devices are linked, and where the parts cannot be joined (``graphs.can_join``) they are launched one by one.
+query in host memory that is a single launch: the shards' graphs fetch it from pinned memory, the merge's reads their
+rows where these lie, and all are parts of one graph. Of a device whose memory the first one cannot read, the rows come
+by pinned memory too. Where the parts cannot be joined (``graphs.can_join``) they are launched one by one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger("plaid_tilemaxsim")
 
 Answer = tuple[Tensor, Tensor]
 MAX_MERGES = 64
-# Words of a shard's row that go through host memory; where it is longer, the devices' link is worth more launches.
+# Words of a shard's row that the merge reads afar or by host memory; of a longer one a copy is worth more launches.
 MOST_PINNED = 1 << 18
 # Words of a row in host memory that the merge reads there, each of them about twice.
 MOST_OVER_BUS = 1 << 15
@@ -267,6 +267,17 @@ def _on_device(index: ResidentIndex, most_pinned: int, joins: bool, queries: dic
     return DeviceSearch(index, most_pinned, joins, queries)
 
 
+def _lets_in(device: torch.device, other: torch.device) -> bool:
+    """Whether kernels on ``device`` can read memory of ``other``; from here on they may."""
+    if device == other:
+        return True
+    if not torch.cuda.can_device_access_peer(device, other):
+        return False
+    # torch has a device let into another's memory when it first copies there
+    torch.empty(1, device=other).copy_(torch.empty(1, device=device))
+    return True
+
+
 @dataclass
 class _Merge:
     """Static input, output and the graph between them (None without CUDA)."""
@@ -303,8 +314,11 @@ class DeviceShards(Shards):
         self._on_gpu = self.device.type == "cuda"
         joins = self._on_gpu and can_join()
         queries: dict[int, Tensor] = {}
+        # whose memory the merge reads
+        self._near = [not s or (joins and _lets_in(self.device, shard.device)) for s, shard in enumerate(index.shards)]
         self._shards = [
-            _on_device(shard, MOST_PINNED if s else 0, joins, queries) for s, shard in enumerate(index.shards)
+            _on_device(shard, 0 if near else MOST_PINNED, joins, queries)
+            for shard, near in zip(index.shards, self._near)
         ]
         self._records = all(shard.records for shard in self._shards)
         self._joins = joins and self._records
@@ -475,9 +489,12 @@ class DeviceShards(Shards):
 
         def record() -> _Plan | None:
             found = [shard.prepared(kind, lq, params) for shard in self._shards]
-            rows = [found[0].output, *(one.pinned for one in found[1:])]
-            if any(row is None for row in rows):
-                return None
+            rows: list[Tensor] = []
+            for one, near in zip(found, self._near):
+                row = one.output if near else one.pinned
+                if row is None or (rows and row.numel() > MOST_PINNED):
+                    return None
+                rows.append(row)
             merging = self._record_merge(1, keeps, tuple(row.size(1) for row in rows), rows)
             assert merging.graph is not None
             # the others first: their rows have a way to go

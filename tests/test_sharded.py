@@ -612,9 +612,10 @@ class Graph:
         self.replay = replay
 
 
+@pytest.mark.parametrize("near", [True, False], ids=["near", "by the host"])
 @pytest.mark.parametrize("params", [MODES[0], MODES[5]], ids=str)
 def test_one_query_takes_one_graph_of_all(
-    index: PlaidIndex, queries: Tensor, params: SearchParams, monkeypatch: Any
+    index: PlaidIndex, queries: Tensor, params: SearchParams, near: bool, monkeypatch: Any
 ) -> None:
     """On the CPU by stand-ins for streams and graphs: who runs after whom, and what flows."""
     if ON_GPU:
@@ -625,13 +626,13 @@ def test_one_query_takes_one_graph_of_all(
 
     def prepared(shard: Any, name: str, kind: str, lq: int, params: SearchParams) -> Any:
         rec = shard._recording(kind, lq, params)
-        host = dataclasses.replace(rec, pinned_Q=pinned_Q, pinned=torch.zeros_like(rec.output))
+        host = dataclasses.replace(rec, pinned_Q=pinned_Q, pinned=None if near else torch.zeros_like(rec.output))
 
         def replay() -> None:
             log.append(name)
             rec.Q.copy_(host.pinned_Q)
-            for left in (host.output, host.pinned):
-                left.copy_(rec.run())
+            left = host.output if host.pinned is None or name == "shard 0" else host.pinned
+            left.copy_(rec.run())
 
         host.graph = Graph(replay)  # type: ignore[assignment]
         return host
@@ -661,6 +662,7 @@ def test_one_query_takes_one_graph_of_all(
     monkeypatch.setattr(sharded, "Joined", Joined)
     monkeypatch.setattr(shards, "_record_merge", record_merge)
     monkeypatch.setattr(shards, "_joins", True)
+    monkeypatch.setattr(shards, "_near", [True, near])
     for s, shard in enumerate(shards._shards):
         monkeypatch.setattr(shard, "prepared", functools.partial(prepared, shard, f"shard {s}"))
         monkeypatch.setattr(shard, "yield_to", lambda stream, s=s: log.append(f"{s} after what it did"))

@@ -255,7 +255,7 @@ def residual_batch(data: Data, NQ: int, LQ: int, DIM: int, nbits: int) -> Case:
     want = torch.stack([reference.residual_maxsim(q, *raw, sample) for q in Q], 1)
     # query tokens, embeddings and weights rounded to fp16: six standard deviations of a sum over LQ
     tolerance = 6 * LQ**0.5 * 2.0**-11 / DIM**0.5 + 1e-5
-    return Case("residual_batch", {"nbits": nbits}, run, sample, want, tolerance)
+    return Case("residual_batch", {"nbits": nbits, "DIM": DIM}, run, sample, want, tolerance)
 
 
 def pq(data: Data, NQ: int, LQ: int, DIM: int, M: int) -> Case:

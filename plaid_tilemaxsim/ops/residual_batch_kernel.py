@@ -287,7 +287,7 @@ def residual_maxsim(
         return
     fragments = query_fragments(Q[:, :, indices(k_order(nbits, DIM), Q.device)])
     blocks = fragments.size(0)
-    launch = tuning.residual_batch_blocks(tuning.arch(Q.device), nbits)
+    launch = tuning.residual_batch_blocks(tuning.arch(Q.device), nbits, DIM)
     # one row of scores for every block of query tokens; a query of one block writes where it belongs
     rows = out if blocks == NQ else torch.zeros(blocks, n, device=Q.device)
     programs, group = dealt(launch.programs_per_sm, launch.group, pids, n, Q.device)

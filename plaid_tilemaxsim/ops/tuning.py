@@ -242,9 +242,15 @@ class ResidualBatchBlocks:
 
 
 @tunable("residual_batch", BLOCKS=(2, 4, 8), group=(1, 16, 64), maxnreg=(None, 168), programs_per_sm=(8, 12))
-def residual_batch_blocks(arch: int, nbits: int) -> ResidualBatchBlocks:
-    """``residual_batch_kernel``: of several queries. Measured on an H200 (sm_90); 8 blocks are faster, but spill."""
-    return ResidualBatchBlocks(BLOCKS=4, group=16, maxnreg=None, programs_per_sm=8)
+def residual_batch_blocks(arch: int, nbits: int, DIM: int) -> ResidualBatchBlocks:
+    """``residual_batch_kernel``: of several queries. Measured on an H200 (sm_90); 8 blocks are faster, but spill.
+
+    A guess elsewhere, from what the assembler makes of it: rows of 64 dimensions with four blocks spill too, and those
+    of 96 do on sm_80 unless they get all the registers that eight programs have.
+    """
+    BLOCKS = 3 if arch != 90 and DIM == 64 and nbits > 1 else 4
+    maxnreg = 255 if arch == 80 and DIM == 96 else None
+    return ResidualBatchBlocks(BLOCKS, group=16, maxnreg=maxnreg, programs_per_sm=8)
 
 
 def residual_batch_is_fast(arch: int, nbits: int, DIM: int) -> bool:

@@ -108,7 +108,7 @@ def test_ptx(tmp_path: Path, blocks, DIM, nbits, listed):
     assert done.returncode == 0, done.stderr
     needs = json.loads((tmp_path / "resources.json").read_text())
     assert needs["spills"] == 0
-    assert needs["registers"] * 32 * tuning.residual_batch_blocks(90, nbits).programs_per_sm <= 65536
+    assert needs["registers"] * 32 * tuning.residual_batch_blocks(90, nbits, DIM).programs_per_sm <= 65536
 
     c = make_collection("cpu", 32, DIM, nbits)
     LQ = 20

@@ -40,6 +40,21 @@ def test_blocks_fit(arch, DIM):
             assert is_power_of_two(residual.BLOCK_P)
             assert residual.BLOCK_P >= 16
             assert not residual.KEEP_Q or DIM * nbits // 8 <= residual.BLOCK_P
+            batch = tuning.residual_batch_blocks(arch, nbits, DIM)
+            registers = -(-(batch.maxnreg or 255) // 8) * 8  # as they are handed out
+            assert batch.programs_per_sm * 32 * registers <= 65536
+
+
+def test_fewer_blocks_or_all_registers_where_rows_of_several_queries_spill():
+    def choice(*shape):
+        blocks = tuning.residual_batch_blocks(*shape)
+        return blocks.BLOCKS, blocks.maxnreg
+
+    assert {choice(90, nbits, DIM) for nbits in (1, 2, 4) for DIM in (32, 64, 96, 128)} == {(4, None)}
+    for arch in (80, 86, 89, 100):
+        assert [choice(arch, nbits, 64) for nbits in (1, 2, 4)] == [(4, None), (3, None), (3, None)]
+        assert choice(arch, 2, 96) == (4, 255 if arch == 80 else None)
+        assert choice(arch, 2, 128) == (4, None)
 
 
 def test_tf32x3_that_does_not_fit_is_refused():

@@ -37,6 +37,7 @@ PIECES = {
         **{f"search_p50_ms_k{k}": ("h200_search", f"figures.search_p50_ms_k{k}") for k in (10, 100, 1000)},
         **{f"host_p50_ms_k{k}": ("h200_search", f"figures.host_p50_ms_k{k}") for k in (10, 100, 1000)},
         **{f"plaid_k{k}_stages_ms": ("h200_search", f"detail.plaid_k{k}.stages_ms") for k in (10, 100, 1000)},
+        "batch64_qps": ("h200_search", "figures.batch64_qps"),
         "rerank_topk_ms": ("h200_search", "detail.rerank_k100.stages_ms.topk"),
         "exhaustive_topk_ms": ("h200_search", "detail.exhaustive_k1000.stages_ms.topk"),
         "exact_100k_ms": ("h200_search_steps", "figures.exact_100k_kernel_ms"),

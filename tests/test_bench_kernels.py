@@ -235,6 +235,20 @@ def row(group, name, kernel=OURS, **fields):
     return {"group": group, "name": name, "kernel": kernel, "ours": kernel.startswith(OURS), **timed, **fields}
 
 
+def test_floors_are_of_the_best_read():
+    rows = [
+        row("dense", "a", ms=2.0, nbytes=8_000_000, read_gb_s=4000.0),
+        row("pq", "b", ms=2.0, nbytes=8_000_000, read_gb_s=5000.0),
+        {"group": "dense", "name": "c", "kernel": "not run"},
+    ]
+    for _ in range(2):  # again changes nothing
+        rows = record.of_best_read(rows)
+        assert [round(r["floor_ms"], 9) for r in rows[:2]] == [0.0016, 0.0016]
+        assert [round(r["pct_of_read"], 9) for r in rows[:2]] == [0.08, 0.08]
+        assert "floor_ms" not in rows[2]
+    assert [r.get("read_gb_s") for r in rows] == [4000.0, 5000.0, None]
+
+
 def test_figures():
     rows = [
         row("dense", "d128 fp16", mdocs_s=40.0),

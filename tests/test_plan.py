@@ -14,6 +14,8 @@ FIGURES = json.loads((RESULTS / "h200_search.json").read_text())["figures"]
 KERNELS = json.loads((RESULTS / "h200_kernels.json").read_text())["figures"]
 # Sums of pieces timed one by one leave out what overlaps and how caches carry over from one to the next.
 TOLERANCE = 0.15
+# At k = 10 what rerank scores differs from query to query by more than what it takes besides.
+RERANK_TOLERANCE = 0.2
 # One kernel over everything is nearly all of it.
 EXHAUSTIVE_TOLERANCE = 0.05
 # Allocated while batches ran, whose buffers the plan leaves to the tenth of memory that it does not count on.
@@ -41,7 +43,8 @@ def test_page_is_what_the_plan_says():
 def test_searches_that_were_measured(measured_sizes, k):
     for mode, figure in (("plaid", f"search_p50_ms_k{k}"), ("rerank", f"rerank_p50_ms_k{k}")):
         found = plan.search(measured_sizes, 1, mode, k, "h200")
-        assert found.latency == pytest.approx(FIGURES[figure], rel=TOLERANCE)
+        within = TOLERANCE if mode == "plaid" else RERANK_TOLERANCE
+        assert found.latency == pytest.approx(FIGURES[figure], rel=within)
         assert found.candidates == pytest.approx(FIGURES[f"candidates_k{k}"], rel=1e-3)
     hosted = plan.search(measured_sizes, 1, "plaid", k, "h200", "host")
     assert hosted.latency == pytest.approx(FIGURES[f"host_p50_ms_k{k}"], rel=TOLERANCE)
@@ -56,7 +59,10 @@ def test_the_whole_index(measured_sizes):
 
 def test_throughput(measured_sizes):
     found = plan.search(measured_sizes, 1, "plaid", 10, "h200")
-    assert found.queries_per_s == pytest.approx(FIGURES["batch64_qps"], rel=TOLERANCE)
+    assert found.queries_per_s == pytest.approx(FIGURES["batch64_qps"], rel=1e-3)  # taken from there
+    two = json.loads((RESULTS / "h200_x2.json").read_text())["figures"]
+    found = plan.search(measured_sizes, 2, "plaid", 10, "h200")
+    assert found.queries_per_s == pytest.approx(two["batch_qps_shards"], rel=TOLERANCE)
 
 
 def test_memory(measured_sizes):

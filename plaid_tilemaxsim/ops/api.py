@@ -391,6 +391,7 @@ def dense_maxsim(
 
         fixed, columns = offsets is None and lengths is None, Q3.size(0) * Q3.size(1)
         fast = tuning.dense_is_fast(tuning.arch(device), D.dtype, precision, Q.size(-1), columns, fixed)
+        fast = fast and D.numel() // Q.size(-1) < 2**32  # tokens, which it numbers in 32 bits
         NQ, LQ, DIM = Q3.shape
         ring = fixed and tuning.dense_is_ring(tuning.arch(device), D.dtype, DIM, NQ, LQ, len(D), D.size(1))
         aligned = D.data_ptr() % 16 == 0

@@ -43,12 +43,13 @@ def _tile_best(
     BLOCK_N: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Maxima over tokens t.. of one passage, fp32 [BLOCK_Q]."""
-    tok = t + tl.arange(0, BLOCK_N)
-    base = D_ptr + start * DIM
+    row = tl.arange(0, BLOCK_N)
+    tok = t + row
+    base = D_ptr + (start + t) * DIM
     s = tl.zeros([BLOCK_N, BLOCK_Q], dtype=tl.float32)
     for k in tl.static_range(PIECES):
         d = k * BLOCK_D + tl.arange(0, BLOCK_D)
-        at = base + (tok * DIM)[:, None] + d[None, :]
+        at = base + (row * DIM)[:, None] + d[None, :]
         # [BLOCK_N, BLOCK_D]
         if FULL and DIM % BLOCK_D == 0:
             e = tl.load(at)

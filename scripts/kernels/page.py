@@ -102,7 +102,8 @@ def where(result: dict[str, Any]) -> str:
         f"Read bandwidth in that run: **{result['read']['gb_s']:,.0f} GB/s** over "
         f"{result['read']['bytes'] / 1e9:.1f} GB ({choice}),\n"
         f"and {result['read']['small']['gb_s']:,.0f} GB/s over {result['read']['small']['bytes'] / 1e9:.2f} GB, where "
-        "starting and draining count."
+        f"starting and draining count; the highest of all runs, which floors are of: "
+        f"**{result['figures']['read_gb_s']:,.0f} GB/s**."
     )
 
 

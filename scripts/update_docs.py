@@ -158,8 +158,8 @@ def pq_gpu() -> str:
         if row["k"] == 100
     ]
     return (
-        f"nDCG@10 / R@100 on an H200 beside stock's GPU search, k = 100, PQ made of the 4-bit index, at most 100 queries "
-        f"a set ({source('h200_quality_pq')}):\n\n{table(['', *systems.values()], rows)}"
+        f"nDCG@10 / R@100 on an H200 beside stock's GPU search, k = 100, PQ made of the 4-bit index, at most 100 "
+        f"queries a set ({source('h200_quality_pq')}):\n\n{table(['', *systems.values()], rows)}"
     )
 
 

@@ -15,7 +15,7 @@ was when it is given again.
     plaid-tilemaxsim eval --dataset pydocs:5000 --out results/pydocs-5000
     plaid-tilemaxsim eval --dataset scifact --data ~/beir --nbits 1 2 4 --k 10 100 1000 --out results/scifact
 
---config takes a file or the name of a shipped one; flags change its values.
+--config takes a file or the name of a shipped one (any other name lists them); flags change its values.
 """
 
 from __future__ import annotations

@@ -159,6 +159,8 @@ class DeviceSearch:
                 torch.cuda.synchronize(self.device)  # the next search may come on another stream
         except RuntimeError as lost:
             raise faults.device_lost(lost, self.device) from error
+        if isinstance(error, GeneratorExit):  # what went wrong did so on another device
+            return
         shortage = faults.memory_shortage(error)
         if shortage is not None and not isinstance(error, torch.OutOfMemoryError):
             raise torch.OutOfMemoryError(shortage) from error

@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 
 from . import tuning
 from .api import CentroidScores
-from .centroid_kernel import FEW, _max_halves, kept_of_sample
+from .centroid_kernel import FEW, _max_halves, _token_range, kept_of_sample, launches
 
 
 @gluon.jit
@@ -49,8 +49,8 @@ def _pid(pids_ptr, i, n, HAS_PIDS: gl.constexpr):
 @gluon.jit
 def _tokens(offsets_ptr, pid, live):
     """First token (int64) and length of passages; none where not ``live``."""
-    start = gl.load(offsets_ptr + pid, mask=live, other=0)
-    return start, (gl.load(offsets_ptr + pid + 1, mask=live, other=0) - start).to(gl.int32)
+    start, end = _token_range(offsets_ptr, pid, live)
+    return start, (end - start).to(gl.int32)
 
 
 @gluon.jit
@@ -167,30 +167,13 @@ def centroid_maxsim(
     if n == 0:
         return
     assert cs.keep_bits is not None
-    LQP = cs.table.size(1)
-    device = out.device
-    blocks = tuning.centroid_kept_blocks(tuning.arch(device), LQP)
+    blocks = tuning.centroid_kept_blocks(tuning.arch(out.device), cs.table.size(1))
     lanes = blocks.BLOCK_Q // 8
-    grid = (min(-(-n * lanes // 32), blocks.programs_per_sm * tuning.num_sms(device)),)
-    words = cs.table.view(codes.dtype)
-    # one launch a block of query tokens, each adding to what the one before left in `out`
-    for col0 in range(0, cs.LQ, blocks.BLOCK_Q):
+    grid = (min(-(-n * lanes // 32), blocks.programs_per_sm * tuning.num_sms(out.device)),)
+    for arguments, options in launches(cs, codes, offsets, pids, out, count, blocks.BLOCK_Q):
         _centroid_kept_kernel[grid](
-            words[:, col0 // 2 :],
-            cs.scale,
-            cs.keep_bits,
-            codes,
-            offsets,
-            pids,
-            count,
-            out,
-            n,
-            cs.keep_bits.numel(),
-            cs.LQ - col0,
-            W_ROW=LQP // 2,
-            HAS_PIDS=pids is not None,
-            HAS_COUNT=count is not None,
-            HAS_BASE=col0 > 0,
+            *arguments,
+            **options,
             PACKED=blocks.PACKED,
             LANES=lanes,
             PER_LANE=blocks.PER_LANE,

@@ -15,6 +15,9 @@ Integer maxima and sums are exact: the result does not depend on the launch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -127,6 +130,33 @@ def _token_range(offsets_ptr, pid, live):
     return tl.load(offsets_ptr + pid, mask=live, other=0), tl.load(offsets_ptr + pid + 1, mask=live, other=0)
 
 
+def launches(
+    cs: CentroidScores,
+    codes: Tensor,
+    offsets: Tensor,
+    pids: Tensor | None,
+    out: Tensor,
+    count: Tensor | None,
+    BLOCK_Q: int,
+) -> Iterator[tuple[list[Any], dict[str, Any]]]:
+    """What both kernels take, of a launch for each block of query tokens; each adds to what the one before left."""
+    LQP = cs.table.size(1)
+    words = cs.table.view(codes.dtype)
+    keep_words = 0 if cs.keep_bits is None else cs.keep_bits.numel()
+    for col0 in range(0, cs.LQ, BLOCK_Q):
+        rows = words[:, col0 // 2 :]
+        yield (
+            [rows, cs.scale, cs.keep_bits, codes, offsets, pids, count, out, out.size(0), keep_words],
+            {
+                "LQ": cs.LQ - col0,
+                "W_ROW": LQP // 2,
+                "HAS_PIDS": pids is not None,
+                "HAS_COUNT": count is not None,
+                "HAS_BASE": col0 > 0,
+            },
+        )
+
+
 def centroid_maxsim(
     cs: CentroidScores,
     codes: Tensor,
@@ -141,30 +171,13 @@ def centroid_maxsim(
     n = out.size(0)
     if n == 0:
         return
-    LQP = cs.table.size(1)
-    device = out.device
-    blocks = tuning.centroid_blocks(tuning.arch(device), LQP)
-    grid = (min(n, blocks.programs_per_sm * tuning.num_sms(device)),)
-    words = cs.table.view(codes.dtype)
-    # one launch a block of query tokens, each adding to what the one before left in `out`
-    for col0 in range(0, cs.LQ, blocks.BLOCK_Q):
+    blocks = tuning.centroid_blocks(tuning.arch(out.device), cs.table.size(1))
+    grid = (min(n, blocks.programs_per_sm * tuning.num_sms(out.device)),)
+    for arguments, options in launches(cs, codes, offsets, pids, out, count, blocks.BLOCK_Q):
         _centroid_maxsim_kernel[grid](
-            words[:, col0 // 2 :],
-            cs.scale,
-            cs.keep_bits,
-            codes,
-            offsets,
-            pids,
-            count,
-            out,
-            n,
-            0 if cs.keep_bits is None else cs.keep_bits.numel(),
-            cs.table.size(0) - 1,
-            cs.LQ - col0,
-            W_ROW=LQP // 2,
-            HAS_PIDS=pids is not None,
-            HAS_COUNT=count is not None,
-            HAS_BASE=col0 > 0,
+            *arguments,
+            C=cs.table.size(0) - 1,
+            **options,
             USE_KEEP=use_keep,
             UNLESS_FEW=unless_few,
             PACKED=blocks.PACKED,

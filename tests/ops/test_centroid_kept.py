@@ -30,7 +30,9 @@ def expected(table, scale, keep, codes, offsets, LQ):
     return want
 
 
-@pytest.fixture(scope="module", params=[(90, 32, True), (90, 16, False), (90, 60, True), (80, 32, True)], ids=str)
+@pytest.fixture(
+    scope="module", params=[(90, 32, True), (90, 16, False), (90, 60, True), (90, 45, False), (80, 32, True)], ids=str
+)
 def launch(request, tmp_path_factory):
     """(PTX, LQ, whether there is a list) of one launch."""
     arch, LQ, listed = request.param
